@@ -51,6 +51,11 @@ def remat(
                 '`Strategy(remat="stage")`; a block has "full".'
             )
         own = kept_by_blocks(policy)
+        if own is not None and own.chain is not None:
+            raise ValueError(
+                f"`remat(policy={check.shown(policy)})`: a chain is of all blocks of a loop, "
+                '`Strategy(remat=...)`; a block by itself has "full".'
+            )
     check.function(
         "remat",
         "checkpoint",

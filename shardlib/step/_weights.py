@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from shardlib._tree import map_named
 from shardlib.collectives._exact import Exact, Parameter
 from shardlib.collectives._zero import Split, gather, scatter, total
-from shardlib.layouts._annotate import constrain
+from shardlib.layouts._annotate import chain_in_force, constrain
 from shardlib.layouts._rules import (
     as_tuple,
     axes_within,
@@ -380,7 +380,8 @@ class Weights:
             differentiated.append(trained.differentiated(weight))
 
         def loss(differentiated: list[Any]) -> Any:
-            if _all_whole(described):
+            # Loops that keep inputs by a chain are the evaluator's, weights or not.
+            if _all_whole(described) and chain_in_force() is None:
                 return total(combine(self.treedef.unflatten(differentiated), frozen), *others)
             evaluated = self._evaluated(weights, differentiated)
             params = combine(self.treedef.unflatten(evaluated), frozen)

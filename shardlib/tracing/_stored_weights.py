@@ -21,6 +21,9 @@ before all uses, so that a gradient is reduced once. Only a stack that is used l
 bound a layer at a time, in the body of the `scan` or where the layer is picked by its number: then
 each layer's gradient is reduced as soon as it is complete.
 
+A loop over marked blocks keeps their inputs by a chain, if the strategy has one, whether it reads
+weights or only arrays: see `_chain_scan`.
+
 During the second evaluation the value of a variable may be a weight that is no array yet (see
 `_weight_values`). Equations that read arrays only are collected and evaluated by JAX; those that
 read such weights are evaluated one by one, by the rules below.
@@ -36,11 +39,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from shardlib.layouts._annotate import chain_in_force
+from shardlib.layouts._chain_schedules import Chain
+from shardlib.tracing._chain_loops import (
+    is_loop_over_blocks,
+    leads_to_loop_over_blocks,
+    loops_over_blocks,
+)
+from shardlib.tracing._chain_scan import chain_scan
 from shardlib.tracing._jaxpr import (
     JITS,
     REMATS,
     Stretch,
     inputs_of,
+    last_uses,
+    scan_options,
     scan_parts,
     values_of,
     variables,
@@ -63,6 +76,7 @@ from shardlib.tracing._region import (
 )
 from shardlib.tracing._weight_values import (
     Value,
+    check_unsplit,
     derive,
     is_weight,
     merge,
@@ -127,7 +141,7 @@ class _Evaluator:
             zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
         )
         # A region returns only what is read later: a whole weight among its outputs stays alive.
-        self.last_use = _last_use(jaxpr)
+        self.last_use = last_uses(jaxpr)
         self.pending: list[Any] = []
 
     def run(self) -> list[Value]:
@@ -157,6 +171,12 @@ class _Evaluator:
     def _evaluate_span(self, start: int, end: int) -> None:
         """Evaluate the uses of a group of weights, and what is between them, as one region."""
         self._compute_pending(start)
+        if any(map(_leads_to_chain, self.jaxpr.eqns[start:end])):
+            raise ValueError(
+                "`Zero(layers=...)` makes one layer of weights between whose uses there is a loop "
+                "over marked blocks, of which `Strategy(remat=...)` keeps few inputs. Name the "
+                'layers that are in no loop by `layers`; or take `remat="full"`.'
+            )
         # Cheap equations of weights, in a `jit` or not, are recorded and left out of the region.
         # It would return results that are used after the span as arrays, whole until then.
         equations = []
@@ -178,7 +198,7 @@ class _Evaluator:
         rule of its primitive.
         """
         equation = self.jaxpr.eqns[position]
-        if not self._reads_weights(equation):
+        if not self._reads_weights(equation) and not _leads_to_chain(equation):
             self.pending.append(equation)
         elif is_cheap(equation):
             self._record(equation)
@@ -226,20 +246,6 @@ class _Evaluator:
         if self.pending:
             self._apply_rule(lambda stretch, inputs: stretch(inputs), self.pending, end)
             self.pending = []
-
-
-def _last_use(jaxpr: Jaxpr) -> dict[Any, int]:
-    """By variable, the position of the last equation that reads it.
-
-    Outputs of the jaxpr map to `len(jaxpr.eqns)`.
-    """
-    last_use: dict[Any, int] = {}
-    for position, equation in enumerate(jaxpr.eqns):
-        for var in variables(equation.invars):
-            last_use[var] = position
-    for var in variables(jaxpr.outvars):
-        last_use[var] = len(jaxpr.eqns)
-    return last_use
 
 
 def _bind_replicated_weights(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
@@ -317,14 +323,17 @@ def _has_layers(jaxpr: Jaxpr, inputs: Sequence[Value]) -> bool:
     """Whether a jaxpr, with these inputs, has layers that are regions themselves."""
     weights = [is_weight(value) for value in inputs]
     stacks = [stack_of(value) is not None for value in inputs]
-    return has_layers(jaxpr, weights, stacks)
+    return has_layers(jaxpr, weights, stacks) or _holds_chain(jaxpr)
 
 
-def _wanted(stretch: Stretch, results: Sequence[Any]) -> list[Any]:
-    """The results that are read later, of all results of the only equation of a stretch."""
-    wanted = set(stretch.outputs)
-    pairs = zip(stretch.equations[0].outvars, results, strict=True)
-    return [result for var, result in pairs if var in wanted]
+def _holds_chain(jaxpr: Jaxpr) -> bool:
+    """Whether a loop in a jaxpr keeps inputs by the chain in force."""
+    return chain_in_force() is not None and any(True for _ in loops_over_blocks(jaxpr))
+
+
+def _leads_to_chain(equation: Any) -> bool:
+    """Whether an equation is a loop that keeps inputs by the chain in force, or holds one."""
+    return chain_in_force() is not None and leads_to_loop_over_blocks(equation)
 
 
 def _jit(stretch: Stretch, inputs: list[Value]) -> list[Value]:
@@ -337,12 +346,12 @@ def _jit(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     if is_cheap_call(equation):
         # Nothing is bound in here: a stack that is only cast may go on to a loop over its layers.
         results = _Evaluator(inner.jaxpr, inner.consts, operands).run()
-        return _wanted(stretch, results)
+        return stretch.wanted(results)
     # Calls without the mark are taken apart, since weights may be used deep inside.
     is_marked = equation.params["name"] == MARK
     if is_marked and not _has_layers(inner.jaxpr, operands):
         return _region(stretch, inputs)
-    return _wanted(stretch, _evaluate_jaxpr(inner.jaxpr, inner.consts, operands))
+    return stretch.wanted(_evaluate_jaxpr(inner.jaxpr, inner.consts, operands))
 
 
 def _checkpoint(stretch: Stretch, inputs: list[Value]) -> list[Value]:
@@ -374,12 +383,14 @@ def _checkpoint(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     if not isinstance(prevent_cse, bool):
         prevent_cse = any(prevent_cse)
     block = jax.checkpoint(block, policy=policy, prevent_cse=prevent_cse)
-    return _wanted(stretch, block(split_arrays(operands), stored_and_anchors))
+    return stretch.wanted(block(split_arrays(operands), stored_and_anchors))
 
 
 @dataclass(frozen=True, eq=False)
 class _LayerLoop:
     """A `scan` over layers of weights, whose body makes one layer whole at a time.
+
+    With a `chain`, it keeps inputs of layers by that.
 
     Its inputs are `num_consts` constants, `num_carry` carries, and `xs`, of which each iteration
     gets one part. `stacks` are the weights that `xs` are or are cast from, each once.
@@ -390,6 +401,7 @@ class _LayerLoop:
     num_carry: int
     xs: list[Value]
     stacks: list[WeightSlice]
+    chain: Chain | None = None
 
     def run(
         self,
@@ -409,7 +421,11 @@ class _LayerLoop:
         consts, init = consts_and_init[: self.num_consts], consts_and_init[self.num_consts :]
         indices = jnp.arange(options["length"])
         step = functools.partial(self.step, consts)
-        return lax.scan(step, init, (indices, arrays, stack_xs), **options)
+        xs = indices, arrays, stack_xs
+        if self.chain is None:
+            return lax.scan(step, init, xs, **options)
+        length, reverse = options["length"], options["reverse"]
+        return chain_scan(step, init, xs, length, self.chain, reverse=reverse)
 
     def step(self, consts: list[Any], carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
         """One iteration: all weights of its layer are whole together, unless there are more layers
@@ -438,7 +454,8 @@ class _LayerLoop:
 def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     """Evaluate a `scan` over stacks of weights with a region in each iteration.
 
-    A scan that has weights as constants or carries only is one region.
+    A scan that has weights as constants or carries only is one region, unless it keeps inputs of
+    its blocks by a chain, or a loop in it does.
     """
     equation, operands = _single_equation(stretch, inputs)
     num_consts, num_carry = scan_parts(equation)
@@ -446,10 +463,10 @@ def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     xs = operands[num_consts + num_carry :]
     stacks = [stack_of(value) for value in xs]
     stacks = list(dict.fromkeys(stack for stack in stacks if stack is not None))
-    if not stacks:
+    if not stacks and not _leads_to_chain(equation):
         return _region(stretch, inputs)
     for stack in stacks:
-        _check_unsplit(stack)
+        check_unsplit(stack)
 
     # All other weights are whole throughout the loop, and until its backward pass is done. A carry
     # has to be an array, and what is made of a stack may mix its layers. Constants could be
@@ -459,35 +476,17 @@ def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
         if stack_of(value) is None:
             xs[position] = _make_whole(value)
 
-    loop = _LayerLoop(equation.params["jaxpr"], num_consts, num_carry, xs, stacks)
-    run = functools.partial(loop.run, _scan_options(equation))
+    chain = chain_in_force()
+    if not is_loop_over_blocks(equation):
+        chain = None
+    loop = _LayerLoop(equation.params["jaxpr"], num_consts, num_carry, xs, stacks, chain)
+    run = functools.partial(loop.run, scan_options(equation))
     stack_xs = [stack.scanned for stack in stacks]
     # The body keeps its own source lines; only the `scan` takes this one.
     carry, ys = with_source_of(
         equation, run, consts_and_init, split_arrays(xs), stack_xs, deep=False
     )
-    return _wanted(stretch, [*carry, *ys])
-
-
-def _scan_options(equation: Any) -> dict[str, Any]:
-    """The options of `lax.scan` that an equation was traced with, those that this JAX has."""
-    names = ("length", "reverse", "unroll", "_split_transpose")
-    return {name: equation.params[name] for name in names if name in equation.params}
-
-
-def _check_unsplit(stack: WeightSlice) -> None:
-    """Refuse a loop over a dim along which a weight is split among devices.
-
-    ZeRO splits a dim behind those that may count layers, so these are whole.
-    """
-    if stack.consumed_dims < stack.weight.stacked:
-        return
-    raise ValueError(
-        f"`{stack.weight.path}` of shape {stack.weight.shape} is scanned over its dim "
-        f"{stack.consumed_dims}, which is split among devices, so an iteration's slice lives on "
-        'one device and cannot be gathered. Name that dim `"layers"`, as '
-        '`transform_metadata={nnx.PARTITION_NAME: "layers"}` does: it is left whole.'
-    )
+    return stretch.wanted([*carry, *ys])
 
 
 # How to evaluate an equation that reads weights, by primitive. All others are regions.
