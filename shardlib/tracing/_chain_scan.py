@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import CustomVJPPrimal
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from shardlib.layouts._chain_schedules import Advance, Chain, ChainTable
@@ -47,7 +47,15 @@ def chain_scan(
     """
     if length == 0:
         return lax.scan(body, init, xs, length, reverse=reverse)
-    traced = _trace(body, init, xs, length, reverse)
+    traced = _trace(body, init, xs)
+    if traced is None:
+        # What a loop refuses is refused in JAX's words. What it takes, it says the carry's dtypes
+        # of: Python's numbers are promoted.
+        scan = partial(lax.scan, body, length=length, reverse=reverse)
+        shapes, _ = jax.eval_shape(scan, init, xs)
+        init = jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), init, shapes)
+        traced = _trace(body, init, xs)
+    assert traced is not None
     counts = _Operands(*map(len, traced.operands))
     loop = _ChainLoop(traced.body, counts, chain.table(length), reverse)
     carry, ys = loop.run(traced.operands)
@@ -70,21 +78,29 @@ class _Traced(NamedTuple):
     trees: tuple[Any, Any]  # the structures of the carry and of what is stacked
 
 
-def _trace(body: Any, init: Any, xs: Any, length: int, reverse: bool) -> _Traced:
-    """Trace the body of a loop for one layer, with what it closes over as its first inputs."""
-    # What a loop refuses is refused in JAX's words. It also says what the carry's dtypes become:
-    # Python's numbers are promoted.
-    scan = partial(lax.scan, body, length=length, reverse=reverse)
-    shapes, _ = jax.eval_shape(scan, init, xs)
-    init = jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), init, shapes)
-    xs = jax.tree.map(jnp.asarray, xs)
+def _trace(body: Any, init: Any, xs: Any) -> _Traced | None:
+    """Trace the body of a loop for one layer, with what it closes over as its first inputs.
+
+    None if the carry that it returns is no carry that it takes.
+    """
+    init, xs = jax.tree.map(jnp.asarray, (init, xs))
     x = jax.tree.map(lambda stacked: lax.index_in_dim(stacked, 0, keepdims=False), xs)
     closed, out = jax.make_jaxpr(body, return_shape=True)(init, x)
+    if not isinstance(out, tuple) or len(out) != 2 or not _are_alike(init, out[0]):
+        return None
     jaxpr = closed.jaxpr
     opened = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     operands = _Operands(list(closed.consts), jax.tree.leaves(init), jax.tree.leaves(xs))
     trees = jax.tree.structure(out[0]), jax.tree.structure(out[1])
     return _Traced(ClosedJaxpr(opened, []), operands, trees)
+
+
+def _are_alike(values: Any, shapes: Any) -> bool:
+    """Whether a tree of values has the structure, the shapes and the dtypes of another."""
+    if jax.tree.structure(values) != jax.tree.structure(shapes):
+        return False
+    pairs = zip(jax.tree.leaves(values), jax.tree.leaves(shapes), strict=True)
+    return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
 class _Saved(NamedTuple):
@@ -108,6 +124,9 @@ class _ChainLoop:
         """The last carry, and what is stacked."""
         given = [*operands.consts, *operands.carry, *operands.xs]
         inputs, outputs = _differentiable(given), _differentiable(self.body.out_avals)
+        # With symbolic zeros, each primal comes with whether it is differentiated. JAX takes no
+        # references then, and XLA drops the sums of gradients that nothing reads.
+        symbolic_zeros = not any(isinstance(x, jax.Ref) for x in given)
 
         @jax.custom_vjp
         def evaluated(floats: list[Any], others: list[Any]) -> Any:
@@ -115,9 +134,11 @@ class _ChainLoop:
             return outputs.split(self.evaluate(operands))
 
         def forwards(*primals: Any) -> Any:
-            # With symbolic zeros, each primal comes with whether it is differentiated.
-            moving = [primal.perturbed for primal in primals[0]]
-            floats, others = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
+            floats, others = primals
+            moving = [True] * len(floats)
+            if symbolic_zeros:
+                moving = [primal.perturbed for primal in floats]
+                floats, others = custom_vjp_primal_tree_values(primals)
             moving = self.split(inputs.merge(moving, [False] * len(others)))
             results, saved = self.forward(self.split(inputs.merge(floats, others)))
             backward = partial(self.backward, moving)
@@ -126,7 +147,7 @@ class _ChainLoop:
         def backwards(saved: Any, cotangents: Any) -> Any:
             return inputs.split(saved(outputs.merge(*cotangents)))
 
-        evaluated.defvjp(forwards, backwards, symbolic_zeros=True)
+        evaluated.defvjp(forwards, backwards, symbolic_zeros=symbolic_zeros)
         results = outputs.merge(*evaluated(*inputs.split(given)))
         return results[: self.counts.carry], results[self.counts.carry :]
 
@@ -291,19 +312,12 @@ def _ticks(table: ChainTable) -> tuple[list[int], list[int], list[int]]:
     return first, end, place
 
 
-def _is_primal(value: Any) -> bool:
-    return isinstance(value, CustomVJPPrimal)
-
-
 def _differentiable(values: Sequence[Any]) -> Partition:
     """Which values or shapes have derivatives; references have a dtype, and none."""
     is_float = []
     for value in values:
-        aval = value
-        if not isinstance(value, jax.core.AbstractValue):
-            aval = jax.typeof(value)
-        is_array = isinstance(aval, jax.core.ShapedArray)
-        is_float.append(is_array and jnp.issubdtype(aval.dtype, jnp.inexact))
+        is_array = not isinstance(value, jax.Ref)
+        is_float.append(is_array and jnp.issubdtype(value.dtype, jnp.inexact))
     return Partition(tuple(is_float))
 
 
