@@ -25,8 +25,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
-from shardlib.layouts._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
 from shardlib.layouts._chain_schedules import Chain
+from shardlib.layouts._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
 from shardlib.layouts._remat_policy import Remat, checked_remat, kept_by_blocks
 from shardlib.layouts._resolve import Resolution, resolve
 from shardlib.layouts._rules import (
@@ -176,6 +176,18 @@ def use(
             "`sl.unsharded()`; of a strategy, `strategy.scope()`."
         )
     kept = kept_by_blocks(checked_remat("use", "remat", remat))
+    if kept is not None and kept.chain is not None:
+        raise ValueError(
+            f"`use(remat={check.shown(remat)})`: loops over blocks keep few of their inputs in a "
+            'step, `Strategy(remat=...)`; outside of it they keep all, `remat="full"`.'
+        )
+    with put_in_force(rules, mesh, kept) as scope:
+        yield scope
+
+
+@contextlib.contextmanager
+def put_in_force(rules: AxisRules, mesh: Mesh | None, kept: Remat | None) -> Iterator[Scope]:
+    """Put rules, a mesh if given, and what marked blocks keep in force, as `use` does."""
     if mesh is not None:
         rules.check_mesh(mesh.shape)
     outer = _scope.value

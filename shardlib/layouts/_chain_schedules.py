@@ -99,7 +99,7 @@ class ChainTable:
 
     def _simulated(self) -> Iterator[tuple[Action, dict[int, int]]]:
         """Each action, and which layer's input is in each place when it starts."""
-        places = {slot: layer for slot, layer in enumerate(self.kept, 1)}
+        places = dict(enumerate(self.kept, 1))
         if self.kept[-1] != self.layers - 1:
             places[AT_HAND] = self.layers - 1
         for action in self.actions:
@@ -260,7 +260,7 @@ def _reverse(first: int, behind: int, slot: int, slots: int, actions: list[Actio
 
 
 def _division(layers: int, slots: int) -> int:
-    """How far to advance into two layers or more, with so many slots, before the next state is kept.
+    """How far to advance into some layers, two or more, before the next state is kept.
 
     What follows has one slot less. With `t` repetitions, both parts are within what their slots
     can do with `t`, and the first one with `t - 1`: it has been advanced through once already.

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange
 from shardlib.collectives._zero import Zero, resolve_zero
-from shardlib.layouts._annotate import Scope, use
+from shardlib.layouts._annotate import Scope, put_in_force
 from shardlib.layouts._remat_policy import Remat, checked_remat, kept_by_blocks
 from shardlib.layouts._rules import (
     BATCH,
@@ -64,6 +64,7 @@ class Strategy:
     - `remat`: what is kept for the backward pass: `"none"` keeps all activations; `"full"` keeps
       only the inputs of blocks marked with `sl.remat`; `"dots"` and `"dots_without_batch"` keep
       results of matrix products too; a `Remat`, such as `Remat.save("context")`, what it says.
+      `"sublinear"` keeps the inputs of few blocks of a loop, `Remat.slots(4)` as many as it says.
       `"stage"`, under a pipeline, keeps only what was sent to each stage, and, while a stage is
       recomputed, only the inputs of its blocks.
     - `exchange`: what happens to gradients between devices: `sl.Exact()`, or over some of the axes
@@ -271,6 +272,13 @@ class Strategy:
                 "weights, once for every microbatch. Use `zero=1`, which splits parameters and "
                 "optimizer state at rest alike."
             )
+        kept = self.kept_by_blocks
+        if kept is not None and kept.chain is not None:
+            raise ValueError(
+                f"`Strategy(remat={check.shown(self.remat)}, pipeline=...)`: a pipeline "
+                "differentiates its layers one by one, and keeps their inputs for each microbatch. "
+                'To keep less, take `remat="stage"`: only what was sent to each stage.'
+            )
         if isinstance(self.exchange, Exact) and self.exchange.overlap:
             raise ValueError(
                 "`Exact(overlap=True)` is for steps without a pipeline: here gradients go after "
@@ -407,4 +415,4 @@ class Strategy:
 
         That is evaluation, sampling, or a plain `jax.jit`: `with strategy.scope():`.
         """
-        return use(self.rules, self.device_mesh, remat=self.remat)
+        return put_in_force(self.rules, self.device_mesh, self.kept_by_blocks)

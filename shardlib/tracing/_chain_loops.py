@@ -17,7 +17,7 @@ from shardlib.tracing._jaxpr import CALLS, every_equation, held_functions, is_bl
 
 
 def is_loop_over_blocks(equation: Any) -> bool:
-    """Whether an equation is a `scan` of marked blocks, those that are in no loop further inside."""
+    """Whether an equation is a `scan` of marked blocks, which are in no loop further inside."""
     if equation.primitive.name != "scan":
         return False
     return _holds_block(open_jaxpr(equation.params["jaxpr"]))

@@ -154,9 +154,7 @@ class _ChainLoop:
     def split(self, inputs: list[Any]) -> _Operands:
         """The consts, the carries and the scanned values of a list of all of them."""
         consts, carry, _ = self.counts
-        return _Operands(
-            inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :]
-        )
+        return _Operands(inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :])
 
     def layer(self, consts: Any, carry: Any, x: Any) -> tuple[list[Any], list[Any]]:
         """One layer: the next carry, and its part of what is stacked."""
@@ -307,7 +305,11 @@ def _ticks(table: ChainTable) -> tuple[list[int], list[int], list[int]]:
         if isinstance(action, Advance):
             done += 1
         else:
-            first[action.layer], end[action.layer], place[action.layer] = before, done, action.source
+            first[action.layer], end[action.layer], place[action.layer] = (
+                before,
+                done,
+                action.source,
+            )
             before = done
     return first, end, place
 
