@@ -1,5 +1,6 @@
 """Chains: few inputs of the blocks of a loop are kept, and the numbers stay what they are."""
 
+import dataclasses
 import functools
 import math
 
@@ -398,3 +399,53 @@ def test_chain_is_refused_between_uses_of_a_named_layer():
     state = sl.init(make, optax.sgd(0.1), strategy)
     with pytest.raises(ValueError, match="between whose uses there is a loop"):
         sl.train_step(loss, strategy).lower(state, jnp.ones((8, 8)))
+
+
+@pytest.mark.tpu_compiler
+def test_chain_keeps_fewer_inputs_in_the_memory_of_a_tpu():
+    """Of 32 layers, thin ones with many tokens."""
+    layers, rows, context, width = 32, 64, 256, 128
+    mesh = mesh_on("v5e:2x4", "data=8")
+    config = dataclasses.replace(CONFIG, layers=layers, width=width, context=context)
+    batch = {"tokens": jax.ShapeDtypeStruct((8 * rows, context + 1), "int32")}
+
+    def inputs(remat):
+        """Temporaries, in inputs of a layer."""
+        strategy = sl.Strategy(**{**STAGE_3, "mesh": mesh}, remat=remat)
+        make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
+        state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+        lowered = sl.train_step(gpt.loss, strategy).lower(state, batch)
+        temporaries = compile_for(mesh, lowered).memory_analysis().temp_size_in_bytes
+        return temporaries / (4 * rows * context * width)
+
+    every, few, fewest = map(inputs, ("full", "sublinear", sl.Remat.slots(3)))
+    # Those that are there at a time, by the tables. A compiler's copies are not counted on.
+    assert every - few >= (layers - Every(None).table(layers).places) / 2
+    assert every - fewest >= (layers - Binomial(3).table(layers).places) / 2
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_chain_computes_a_layer_once_more_in_the_program_of_a_step(zero):
+    """Once forward, once to get there, once to differentiate it: and gathers as many times."""
+    block = sl.remat(lambda h, w, shift: jnp.tanh(h @ w) + shift)
+
+    def loss(model, batch, rng):
+        # Nothing is differentiated with respect to what the blocks close over.
+        shift = jnp.cos(batch)
+        h, _ = lax.scan(lambda h, w: (block(h, w, shift), None), batch, model["w"])
+        return jnp.mean(h**2)
+
+    def program(remat):
+        strategy = sl.Strategy(**DATA, zero=sl.Zero(zero, small=0), remat=remat, accumulate=2)
+        state = sl.init(lambda: {"w": jnp.ones((8, 64, 64))}, optax.sgd(0.1), strategy)
+        step = sl.train_step(loss, strategy)
+        compiled = step.lower(state, jnp.ones((64, 64))).compile()
+        text = compiled.as_text()
+        temporaries = compiled.memory_analysis().temp_size_in_bytes
+        return text.count(" dot("), text.count(" all-gather("), temporaries
+
+    products, gathers, temporaries = program("full")
+    found = program(sl.Remat.slots(2))
+    assert found[:2] == (products + 1, gathers + (zero == 3))
+    # No stack of gradients is there that nothing reads, or sums beside those of the microbatches.
+    assert found[2] <= temporaries + 2 * 4 * 64**2
