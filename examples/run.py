@@ -515,12 +515,21 @@ def _is_count(text: str) -> bool:
 
 
 def _remat(text: str) -> str | sl.Remat:
-    """A word, or names of activations: `full`, or `context|mlp_up`.
+    """A word, names of activations, or a chain: `full`, `context|mlp_up`, `every:4`, `slots:4`.
 
     A name that no activation has is refused by the step, which knows them.
     """
     if text in REMATS:
         return text
+    name, colon, number = text.partition(":")
+    if colon:
+        chains = {"every": sl.Remat.every, "slots": sl.Remat.slots}
+        if name not in chains or not _is_count(number):
+            raise ValueError(
+                "A chain of blocks is `every:4`, which keeps the input of every fourth, or "
+                f"`slots:4`, which keeps four of them at a time; got `{text}`."
+            )
+        return chains[name](int(number))
     return sl.Remat.save(*(name.strip() for name in text.split("|")))
 
 
@@ -585,7 +594,10 @@ _TYPES: dict[str, Any] = {
     **{name: kind for name, kind in vars(sl.pipeline).items() if isinstance(kind, type)},
     "dtype": np.dtype,
 }
-REMATS = ("none", "full", "stage", "dots", "dots_without_batch", "selective", "minimal")
+REMATS = (
+    *("none", "full", "stage", "dots", "dots_without_batch"),
+    *("selective", "minimal", "sublinear"),
+)
 OF_TEXTS = ("train", "held out")  # in a `run.json` beside the fields: fingerprints of the tokens
 
 

@@ -28,9 +28,16 @@ LAYERS = [
     ("data", "_progress _claim _build _store _sequences"),
     ("layouts", "_rules"),
     ("", "rules"),
-    ("layouts", "_resolve _relate _placement _flax_rules _remat_policy _annotate _route _reshard"),
-    ("tracing", "_jaxpr _flops _row_gradients _lookup_forms _lookups _linearize _region"),
-    ("tracing", "_layer_uses _weight_values _stored_weights"),
+    (
+        "layouts",
+        "_resolve _relate _placement _flax_rules _chain_schedules _remat_policy _annotate _route _reshard",
+    ),
+    (
+        "tracing",
+        "_jaxpr _flops _row_gradients _lookup_forms _lookups _linearize _block_costs "
+        "_layer_policies _layer_runs _chain_scan _chain_loops _region",
+    ),
+    ("tracing", "_layer_uses _weight_values _bound_weights _stored_weights"),
     ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),
     ("kernels", "_rows _shards _choice _tpu _gpu _gpu_rows _gpu_ring _gpu_tiles _tokamax"),
     ("kernels._softmax", "_reference _tpu _gpu"),

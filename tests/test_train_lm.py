@@ -380,6 +380,9 @@ def test_command_line_overrides_fields_by_dotted_names():
         ("dots", "dots"),
         ("selective", "selective"),
         ("context | mlp_up", sl.Remat.save("context", "mlp_up")),
+        ("sublinear", "sublinear"),
+        ("every:4", sl.Remat.every(4)),
+        ("slots:3", sl.Remat.slots(3)),
     ):
         run = from_command_line(["tiny", "--strategy.remat", text])
         assert run.strategy.remat == remat

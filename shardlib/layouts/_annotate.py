@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
+from shardlib.layouts._chain_schedules import Chain
 from shardlib.layouts._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
 from shardlib.layouts._remat_policy import Remat, checked_remat, kept_by_blocks
 from shardlib.layouts._resolve import Resolution, resolve
@@ -91,6 +92,14 @@ def current_scope() -> Scope | None:
     Rules come into force with `use`, and a scope without rules with `unsharded`.
     """
     return _scope.value
+
+
+def chain_in_force() -> Chain | None:
+    """The chain whose inputs loops over marked blocks keep; None where they keep all."""
+    scope = _scope.value
+    if scope is None or scope.remat is None:
+        return None
+    return scope.remat.chain
 
 
 def current_mesh() -> AbstractMesh:
@@ -170,6 +179,18 @@ def use(
             "`sl.unsharded()`; of a strategy, `strategy.scope()`."
         )
     kept = kept_by_blocks(checked_remat("use", "remat", remat))
+    if kept is not None and kept.chain is not None:
+        raise ValueError(
+            f"`use(remat={check.shown(remat)})`: loops over blocks keep few of their inputs in a "
+            'step, `Strategy(remat=...)`; outside of it they keep all, `remat="full"`.'
+        )
+    with put_in_force(rules, mesh, kept) as scope:
+        yield scope
+
+
+@contextlib.contextmanager
+def put_in_force(rules: AxisRules, mesh: Mesh | None, kept: Remat | None) -> Iterator[Scope]:
+    """Put rules, a mesh if given, and what marked blocks keep in force, as `use` does."""
     if mesh is not None:
         rules.check_mesh(mesh.shape)
     outer = _scope.value

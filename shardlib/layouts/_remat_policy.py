@@ -8,6 +8,9 @@
     Remat.save("query", "mlp_up"...) the results of all projections, and the context    "minimal"
     a | b                            what either keeps
     Remat.layers((8, "none"), rest="full")   the first eight blocks another than the others
+    Remat.sublinear()                the inputs of few blocks of a loop, and of others in turn
+    Remat.every(4)                   the same, with those of every fourth one
+    Remat.slots(3)                   as many inputs as that, with as little computed as can be
 
 It is part of the scope that a function is traced under, so that it can be compared and hashed.
 """
@@ -21,10 +24,14 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 
 from shardlib.checks import _arguments as check
+from shardlib.layouts._chain_schedules import Binomial, Chain, Every
 
 Products: TypeAlias = Literal["none", "without_batch", "all"]
 # Words for values. "none" keeps everything, and "stage" is a pipeline's own affair.
-WORDS = ("none", "full", "stage", "dots", "dots_without_batch", "selective", "minimal")
+WORDS = (
+    *("none", "full", "stage", "dots", "dots_without_batch"),
+    *("selective", "minimal", "sublinear"),
+)
 # What the words mean that speak of a model's parts and activations. Megatron's "selective" computes
 # attention's scores and their softmax again.
 SCORES = "scores"
@@ -50,19 +57,27 @@ class Remat:
     - `dropped`: parts, by the names that the model gave them with `sl.remat(..., part=...)`. With
       any, blocks keep everything but what is computed within these parts, which keep their inputs,
       and of the rest what `names` and `products` say.
+    - `chain`: of blocks in a loop, which of their inputs are kept, and in which order the others
+      are made again. `Remat.every`, `Remat.sublinear` and `Remat.slots` make it; None keeps the
+      inputs of all blocks. Nothing else of a block is kept with one.
 
     >>> Remat.save("context") | Remat(products="without_batch")
-    Remat(names=('context',), products='without_batch', dropped=())
+    Remat(names=('context',), products='without_batch', dropped=(), chain=None)
     """
 
     names: tuple[str, ...] = ()
     products: Products = "none"
     dropped: tuple[str, ...] = ()
+    chain: Chain | None = None
 
     def __post_init__(self) -> None:
         names = check.texts("Remat", "names", self.names, "names of activations, in a tuple")
         check.choice("Remat", "products", self.products, get_args(Products))
         dropped = check.texts("Remat", "dropped", self.dropped, "names of parts, in a tuple")
+        takes = "a chain: `sl.Remat.every(4)`, `sl.Remat.sublinear()` or `sl.Remat.slots(4)`"
+        check.kind("Remat", "chain", self.chain, Chain | None, takes)
+        if self.chain is not None and (names or dropped or self.products != "none"):
+            raise self._apart()
         # In order, so that equal values are equal whatever the order they were written in.
         check.assign(self, names=tuple(sorted(set(names))), dropped=tuple(sorted(set(dropped))))
 
@@ -76,7 +91,7 @@ class Remat:
         """Keep everything but what is computed within the parts of these names.
 
         >>> Remat.drop("scores", "mlp") | Remat.drop("scores")
-        Remat(names=(), products='none', dropped=('scores',))
+        Remat(names=(), products='none', dropped=('scores',), chain=None)
         """
         if not parts:
             raise ValueError(
@@ -85,10 +100,55 @@ class Remat:
             )
         return cls(dropped=parts)
 
+    @classmethod
+    def every(cls, layers: int) -> "Remat":
+        """Keep the input of every so many-th block of a loop.
+
+        While the blocks between two of these are differentiated, their own inputs are kept too. So
+        most blocks are computed twice again: once to get there, once to be differentiated.
+
+        >>> Remat.every(4).chain.table(16).kept
+        (0, 4, 8, 12)
+        """
+        takes = "a number of blocks, such as 4; `sl.Remat.sublinear()` finds one"
+        layers = check.whole("Remat.every", "layers", layers, takes, least=1)
+        return cls(chain=Every(layers))
+
+    @classmethod
+    def sublinear(cls) -> "Remat":
+        """Keep the input of every so many-th block, the square root of how many a loop has.
+
+        Of `n` blocks the inputs of about twice the square root of `n` are there at a time.
+        """
+        return cls(chain=Every(None))
+
+    @classmethod
+    def slots(cls, count: int) -> "Remat":
+        """Keep the inputs of so many blocks of a loop at a time, and compute the least again.
+
+        One more input is that of the block at hand. The schedule is Griewank's `revolve`.
+
+        >>> Remat.slots(3).chain.table(16).evaluations
+        18
+        """
+        takes = "a number of inputs that are kept at a time, such as 4"
+        return cls(chain=Binomial(check.whole("Remat.slots", "count", count, takes, least=1)))
+
+    def _apart(self) -> ValueError:
+        """The error for what is kept beside a chain."""
+        return ValueError(
+            "`Remat`: of a chain, as by `sl.Remat.slots(4)`, only inputs of blocks are kept, and "
+            "no other chain's: `names`, `products` and `dropped` are of every block. Take one of the two."
+        )
+
     def __or__(self, other: "Remat") -> "Remat":
-        """What keeps all that either keeps."""
+        """What keeps all that either keeps; two chains are no chain, and refused."""
         if not isinstance(other, Remat):
             return NotImplemented
+        if self == other:
+            return self
+        if self.chain is not None or other.chain is not None:
+            raise self._apart()
         order = get_args(Products)
         place = max(order.index(self.products), order.index(other.products))
         return Remat((*self.names, *other.names), order[place], self._dropped_by_both(other))
@@ -211,6 +271,11 @@ class RematLayers:
         return ()
 
     @property
+    def chain(self) -> None:
+        """Which inputs of blocks are kept in turn: all are kept."""
+        return None
+
+    @property
     def policy(self) -> "LayersPolicy":
         """A policy of `jax.checkpoint` that stands for those of the layers."""
         return LayersPolicy(self)
@@ -238,8 +303,9 @@ def _check_of_blocks(value: Any) -> None:
     if isinstance(value, RematLayers | RematBudget) or value == "stage":
         raise check.refusal("Remat.layers", "runs", value, takes)
     kept = kept_by_blocks(checked_remat("Remat.layers", "runs", value))
-    if kept is not None and kept.dropped:
-        raise check.refusal("Remat.layers", "runs", value, f"{takes} that drops no parts")
+    if kept is not None and (kept.dropped or kept.chain):
+        takes = f"{takes} that drops no parts and has no chain"
+        raise check.refusal("Remat.layers", "runs", value, takes)
 
 
 @dataclass(frozen=True)
@@ -299,7 +365,9 @@ def policy_of(kept: Remat | None) -> Callable[..., Any] | None:
 
 def checked_remat(function: str, argument: str, value: Any) -> Any:
     """A word or a value for what blocks keep, or an error that lists the words."""
-    if isinstance(value, Remat | RematLayers | RematBudget) or (isinstance(value, str) and value in WORDS):
+    if isinstance(value, Remat | RematLayers | RematBudget) or (
+        isinstance(value, str) and value in WORDS
+    ):
         return value
     words = ", ".join(map(repr, WORDS))
     takes = f'one of {words}, or a `Remat`, such as `sl.Remat.save("context")`'
@@ -310,7 +378,7 @@ def kept_by_blocks(value: Any) -> Any:
     """What marked blocks keep; None where they keep everything.
 
     >>> kept_by_blocks("full"), kept_by_blocks("none")
-    (Remat(names=(), products='none', dropped=()), None)
+    (Remat(names=(), products='none', dropped=(), chain=None), None)
     """
     if isinstance(value, Remat | RematLayers):
         return value
@@ -324,5 +392,6 @@ def kept_by_blocks(value: Any) -> Any:
         "dots_without_batch": Remat(products="without_batch"),
         "selective": Remat(dropped=(SCORES,)),
         "minimal": Remat(names=PROJECTED),
+        "sublinear": Remat.sublinear(),
     }
     return words.get(value)

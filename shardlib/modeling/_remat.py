@@ -16,7 +16,14 @@ import jax.ad_checkpoint
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._annotate import current_scope
-from shardlib.layouts._remat_policy import PolicyOfPart, Remat, checked_remat, kept_by_blocks
+from shardlib.layouts._remat_policy import (
+    PolicyOfPart,
+    Remat,
+    RematBudget,
+    RematLayers,
+    checked_remat,
+    kept_by_blocks,
+)
 from shardlib.tracing._layer_uses import MARK
 
 Block = TypeVar("Block", bound=Callable)
@@ -62,12 +69,22 @@ def remat(
                 '`remat(policy="stage")`: that is for the stages of a pipeline, '
                 '`Strategy(remat="stage")`; a block has "full".'
             )
+        if isinstance(policy, RematLayers | RematBudget):
+            raise ValueError(
+                f"`remat(policy={policy!r})`: that is of all blocks, `Strategy(remat=...)`; a block "
+                'by itself has `"full"` or a `Remat`.'
+            )
         own = kept_by_blocks(policy)
         if own is not None and own.dropped:
             raise ValueError(
                 f"`remat(policy={policy!r})` drops parts, which a strategy does of all blocks, "
                 f"`Strategy(remat={policy!r})`. In one block mark the part itself, "
                 '`sl.remat(part, "full")`.'
+            )
+        if own is not None and own.chain is not None:
+            raise ValueError(
+                f"`remat(policy={check.shown(policy)})`: a chain is of all blocks of a loop, "
+                '`Strategy(remat=...)`; a block by itself has "full".'
             )
     check.function(
         "remat",

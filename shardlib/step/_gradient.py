@@ -176,9 +176,7 @@ class GradientFunction:
         self, total: Any, arguments: Any, inputs: GradientInputs, scanned: Any
     ) -> _Accumulated:
         """One microbatch after the other."""
-        weights = Weights(
-            self.strategy, self.trained, self.frozen, inputs.params, inputs.frozen
-        )
+        weights = Weights(self.strategy, self.trained, self.frozen, inputs.params, inputs.frozen)
 
         def microbatch(last: bool, rest: Any, scanned: Any) -> Any:
             return weights.gradient(total, arguments(rest, *scanned), last)

@@ -29,7 +29,8 @@ from shardlib.step._promoted_products import describe_widened, widened
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
 from shardlib.step._varying import describe_varying, sends_between, varying_outputs
-from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, open_jaxpr
+from shardlib.tracing._chain_loops import holder_of_loops, loops_over_blocks
+from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, line_of, open_jaxpr
 
 
 def check_loss(
@@ -294,6 +295,8 @@ def _check_marked(jaxpr: Any, kept: Remat, asked: Any) -> None:
             "calls none: the program would be the same. Mark the model's blocks, `block = "
             "sl.remat(block)`; or leave `remat` out."
         )
+    if kept.chain is not None:
+        _check_loops_over_blocks(jaxpr.jaxpr, text)
     _check_names(blocks, kept, asked)
 
 
@@ -347,3 +350,27 @@ def _attends_without_scores(jaxpr: Any) -> bool:
                 if inner.primitive.name == "name" and inner.params["name"] == CONTEXT:
                     return True
     return False
+
+
+def _check_loops_over_blocks(jaxpr: Any, text: str) -> None:
+    """Refuse a chain where no loop has blocks, or one is where the step cannot exchange it.
+
+    `text` is the strategy's `remat`, as it was given.
+    """
+    holder = holder_of_loops(jaxpr)
+    if holder is not None:
+        raise ValueError(
+            f"`Strategy(remat={text})` keeps few inputs of a loop over marked blocks, and the loss "
+            f"has one inside of a `{holder.primitive.name}`{_at(line_of(holder))}, in which it "
+            'cannot be exchanged. Take the loop out of it; or keep the inputs of all, `"full"`.'
+        )
+    if not any(True for _ in loops_over_blocks(jaxpr)):
+        raise ValueError(
+            f"`Strategy(remat={text})` keeps few inputs of a loop over marked blocks, and the loss "
+            "has none: its blocks are called one by one. Make a loop of them, `sl.Layers` or "
+            '`jax.lax.scan`; or keep the inputs of all, `remat="full"`.'
+        )
+
+
+def _at(line: str) -> str:
+    return f" ({line})" if line else ""

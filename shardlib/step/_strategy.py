@@ -17,8 +17,14 @@ from jax.sharding import Mesh
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange
 from shardlib.collectives._zero import Zero, resolve_zero
-from shardlib.layouts._annotate import Scope, use
-from shardlib.layouts._remat_policy import Remat, RematBudget, RematLayers, checked_remat, kept_by_blocks
+from shardlib.layouts._annotate import Scope, put_in_force
+from shardlib.layouts._remat_policy import (
+    Remat,
+    RematBudget,
+    RematLayers,
+    checked_remat,
+    kept_by_blocks,
+)
 from shardlib.layouts._rules import (
     BATCH,
     EXPERTS,
@@ -64,7 +70,8 @@ class Strategy:
     - `remat`: what is kept for the backward pass: `"none"` keeps all activations; `"full"` keeps
       only the inputs of blocks marked with `sl.remat`; `"dots"` and `"dots_without_batch"` keep
       results of matrix products too; `"minimal"` those of projections and attention's context;
-      `"selective"` everything but attention's scores and their softmax; a `Remat`, such as
+      `"selective"` everything but attention's scores and their softmax; `"sublinear"` the inputs of
+      few blocks of a loop, `Remat.slots(4)` of as many as it says; a `Remat`, such as
       `Remat.save("context")`, what it says, and `Remat.layers((8, "none"), rest="full")` not the
       same of all blocks. `Remat.budget("14GiB")` keeps what fits.
       `"stage"`, under a pipeline, keeps only what was sent to each stage, and, while a stage is
@@ -279,6 +286,13 @@ class Strategy:
                 f"`Strategy(remat={self.remat}, pipeline=...)`: all stages run the same program, "
                 'so that their layers keep the same. Use one value for all, or `remat="stage"`.'
             )
+        kept = self.kept_by_blocks
+        if kept is not None and kept.chain is not None:
+            raise ValueError(
+                f"`Strategy(remat={check.shown(self.remat)}, pipeline=...)`: a pipeline "
+                "differentiates its layers one by one, and keeps their inputs for each microbatch. "
+                'To keep less, take `remat="stage"`: only what was sent to each stage.'
+            )
         if isinstance(self.exchange, Exact) and self.exchange.overlap:
             raise ValueError(
                 "`Exact(overlap=True)` is for steps without a pipeline: here gradients go after "
@@ -415,4 +429,4 @@ class Strategy:
 
         That is evaluation, sampling, or a plain `jax.jit`: `with strategy.scope():`.
         """
-        return use(self.rules, self.device_mesh, remat=self.remat)
+        return put_in_force(self.rules, self.device_mesh, self.kept_by_blocks)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from shardlib._tree import map_named
 from shardlib.collectives._exact import Exact, Parameter
 from shardlib.collectives._zero import Split, gather, scatter, total
-from shardlib.layouts._annotate import constrain
+from shardlib.layouts._annotate import chain_in_force, constrain
 from shardlib.layouts._remat_policy import RematLayers
 from shardlib.layouts._rules import (
     as_tuple,
@@ -360,8 +360,8 @@ class Weights:
         self.parameters, self.treedef = jax.tree.flatten(trained)
         stored_leaves = self.treedef.flatten_up_to(params)
         self.frozen = frozen
-        # Layers that differ in what they keep are told apart by the evaluator.
-        self.layers_differ = isinstance(strategy.remat, RematLayers)
+        layers_differ = isinstance(strategy.remat, RematLayers)
+        self.has_own_loops = layers_differ or chain_in_force() is not None
         self.frozen_held = jax.tree.map(lambda p, stored: p.start(stored), frozen, frozen_params)
         self.trained: list[_Trained] = []
         for parameter, stored in zip(self.parameters, stored_leaves, strict=True):
@@ -386,7 +386,9 @@ class Weights:
             differentiated.append(trained.differentiated(weight))
 
         def loss(differentiated: list[Any]) -> Any:
-            if _all_whole(described) and not self.layers_differ:
+            # Loops that keep inputs by a chain, or not the same of all layers, are the
+            # evaluator's, weights or not.
+            if _all_whole(described) and not self.has_own_loops:
                 return total(combine(self.treedef.unflatten(differentiated), frozen), *others)
             evaluated = self._evaluated(weights, differentiated)
             params = combine(self.treedef.unflatten(evaluated), frozen)

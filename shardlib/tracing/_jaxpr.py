@@ -52,6 +52,12 @@ class Stretch(NamedTuple):
         )
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
 
+    def wanted(self, results: Sequence[Any]) -> list[Any]:
+        """Those of its outputs, of all results of the only equation of a stretch."""
+        wanted = set(self.outputs)
+        pairs = zip(self.equations[0].outvars, results, strict=True)
+        return [result for var, result in pairs if var in wanted]
+
 
 def evaluate(closed: ClosedJaxpr, out: Any, args: Any) -> Any:
     """Evaluate a traced function for a tree of arguments.
@@ -105,6 +111,20 @@ def inputs_of(equations: Sequence[Any]) -> list[Any]:
                 needed[var] = None
         written.update(equation.outvars)
     return list(needed)
+
+
+def last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
+    """By variable, the position of the last equation that reads it.
+
+    Outputs of the jaxpr map to `len(jaxpr.eqns)`.
+    """
+    last_use: dict[Any, int] = {}
+    for position, equation in enumerate(jaxpr.eqns):
+        for var in variables(equation.invars):
+            last_use[var] = position
+    for var in variables(jaxpr.outvars):
+        last_use[var] = len(jaxpr.eqns)
+    return last_use
 
 
 def behind(jaxpr: Jaxpr, wanted: Iterable[Any], known: Iterable[Any] = ()) -> list[Any]:
@@ -281,6 +301,12 @@ def _count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """How many variables of a loop have as many dims outside of it as in its body."""
     pairs = zip(outside, inside, strict=True)
     return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
+
+
+def scan_options(equation: Any) -> dict[str, Any]:
+    """The options of `lax.scan` that an equation was traced with, those that this JAX has."""
+    names = ("length", "reverse", "unroll", "_split_transpose")
+    return {name: equation.params[name] for name in names if name in equation.params}
 
 
 def line_of(equation: Any) -> str:

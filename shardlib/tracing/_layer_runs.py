@@ -180,9 +180,7 @@ class _Loop:
                 return gradients.with_layer(number, carry, added, layer), None
 
             numbers = jnp.arange(*layers)
-            gradients, _ = lax.scan(
-                iteration, gradients, (numbers, kept), reverse=not self.reverse
-            )
+            gradients, _ = lax.scan(iteration, gradients, (numbers, kept), reverse=not self.reverse)
         return (
             _spread(gradients.consts, moving.consts),
             _spread(gradients.carry, moving.init),

@@ -21,6 +21,9 @@ before all uses, so that a gradient is reduced once. Only a stack that is used l
 bound a layer at a time, in the body of the `scan` or where the layer is picked by its number: then
 each layer's gradient is reduced as soon as it is complete.
 
+A loop over marked blocks keeps their inputs by a chain, if the strategy has one, whether it reads
+weights or only arrays: see `_chain_scan`.
+
 During the second evaluation the value of a variable may be a weight that is no array yet (see
 `_weight_values`). Equations that read arrays only are collected and evaluated by JAX; those that
 read such weights are evaluated one by one, by the rules below.
@@ -36,11 +39,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from shardlib.layouts._annotate import chain_in_force
+from shardlib.layouts._chain_schedules import Chain
+from shardlib.tracing._bound_weights import bind_all_replicated, bind_replicated_weights
+from shardlib.tracing._chain_loops import (
+    is_loop_over_blocks,
+    leads_to_loop_over_blocks,
+    loops_over_blocks,
+)
+from shardlib.tracing._chain_scan import chain_scan
 from shardlib.tracing._jaxpr import (
     JITS,
     REMATS,
     Stretch,
     inputs_of,
+    last_uses,
+    scan_options,
     scan_parts,
     values_of,
     variables,
@@ -53,18 +67,16 @@ from shardlib.tracing._layer_uses import (
     has_layers,
     is_cheap,
     is_cheap_call,
-    is_layered,
 )
 from shardlib.tracing._region import (
     Weight,
     WeightSlice,
-    bind_whole_weight,
     evaluate_region,
-    reader_of,
     with_source_of,
 )
 from shardlib.tracing._weight_values import (
     Value,
+    check_unsplit,
     derive,
     is_weight,
     merge,
@@ -107,7 +119,7 @@ def evaluate_on_use(function: Callable[..., Any], weights: Any, params: Any, *ar
 
 def _evaluate_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value]) -> list[Value]:
     """Evaluate a jaxpr. Inputs and outputs may be weights that are no arrays yet."""
-    return _Evaluator(jaxpr, consts, _bind_replicated_weights(jaxpr, inputs)).run()
+    return _Evaluator(jaxpr, consts, bind_replicated_weights(jaxpr, inputs)).run()
 
 
 def _evaluate_jaxpr_to_arrays(
@@ -130,7 +142,7 @@ class _Evaluator:
             zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True)
         )
         # A region returns only what is read later: a whole weight among its outputs stays alive.
-        self.last_use = _last_use(jaxpr)
+        self.last_use = last_uses(jaxpr)
         self.pending: list[Any] = []
 
     def run(self) -> list[Value]:
@@ -160,6 +172,12 @@ class _Evaluator:
     def _evaluate_span(self, start: int, end: int) -> None:
         """Evaluate the uses of a group of weights, and what is between them, as one region."""
         self._compute_pending(start)
+        if any(map(_leads_to_chain, self.jaxpr.eqns[start:end])):
+            raise ValueError(
+                "`Zero(layers=...)` makes one layer of weights between whose uses there is a loop "
+                "over marked blocks, of which `Strategy(remat=...)` keeps few inputs. Name the "
+                'layers that are in no loop by `layers`; or take `remat="full"`.'
+            )
         # Cheap equations of weights, in a `jit` or not, are recorded and left out of the region.
         # It would return results that are used after the span as arrays, whole until then.
         equations = []
@@ -181,7 +199,7 @@ class _Evaluator:
         rule of its primitive.
         """
         equation = self.jaxpr.eqns[position]
-        if not self._reads_weights(equation) and not holds_runs(equation):
+        if not self._reads_weights(equation) and not _has_own_loop(equation):
             self.pending.append(equation)
         elif is_cheap(equation):
             self._record(equation)
@@ -231,44 +249,6 @@ class _Evaluator:
             self.pending = []
 
 
-def _last_use(jaxpr: Jaxpr) -> dict[Any, int]:
-    """By variable, the position of the last equation that reads it.
-
-    Outputs of the jaxpr map to `len(jaxpr.eqns)`.
-    """
-    last_use: dict[Any, int] = {}
-    for position, equation in enumerate(jaxpr.eqns):
-        for var in variables(equation.invars):
-            last_use[var] = position
-    for var in variables(jaxpr.outvars):
-        last_use[var] = len(jaxpr.eqns)
-    return last_use
-
-
-def _bind_replicated_weights(jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
-    """Make arrays of the weights that are stored whole among the inputs of a jaxpr.
-
-    Binding a stack here would reduce its gradient only after all layers. One that the jaxpr uses
-    layer by layer stays as it is, and each layer is bound further inside.
-    """
-    bound: dict[WeightSlice, jax.Array] = {}
-    values: list[Value] = []
-    for var, value in zip(jaxpr.invars, inputs, strict=True):
-        root = root_of(value)
-        if root is None or not root.weight.is_stored_whole:
-            values.append(value)
-            continue
-        # Only a weight itself has layers to pick. A derived value is a cast stack at best, and the
-        # cast would be done to all of it before the pick.
-        if is_layered(jaxpr, var, root, pickable=isinstance(value, WeightSlice)):
-            values.append(value)
-            continue
-        if root not in bound:
-            bound[root] = bind_whole_weight(root, reader_of(jaxpr, var))
-        values.append(resolve(value, bound))
-    return values
-
-
 def _make_whole(value: Value) -> Any:
     """The array that a value stands for, made in a region that does nothing else."""
     if not is_weight(value):
@@ -281,7 +261,7 @@ def _region(function: Callable[[list[Any]], list[Any]], inputs: Sequence[Value])
 
     Weights that are stored whole are only bound. If there are no others, there is no region.
     """
-    values = _bind_all_replicated(inputs)
+    values = bind_all_replicated(inputs)
     weights = roots_of(values)
     if not weights:
         return function(values)
@@ -290,24 +270,6 @@ def _region(function: Callable[[list[Any]], list[Any]], inputs: Sequence[Value])
         return function(merge(values, arrays, lambda weight: resolve(weight, whole)))
 
     return evaluate_region(body, split_arrays(values), weights)
-
-
-def _bind_all_replicated(inputs: Sequence[Value]) -> list[Value]:
-    """Make arrays of all weights that are stored whole, outside of the region that uses them.
-
-    Those that are not bound yet are stacks that the region uses layer by layer: in the span of a
-    group, or where the body of a loop picks layers. Inside the region they would be dropped, though
-    they are there anyway, and what is made of them would be computed again.
-    """
-    bound: dict[WeightSlice, jax.Array] = {}
-    for root in roots_of(inputs):
-        if root.weight.is_stored_whole:
-            # Its reader is not known: the function of the region is not traced yet.
-            bound[root] = bind_whole_weight(root, None)
-    values = []
-    for value in inputs:
-        values.append(resolve(value, bound) if root_of(value) in bound else value)
-    return values
 
 
 def _single_equation(stretch: Stretch, inputs: list[Value]) -> tuple[Any, list[Value]]:
@@ -320,14 +282,22 @@ def _has_layers(jaxpr: Jaxpr, inputs: Sequence[Value]) -> bool:
     """Whether a jaxpr, with these inputs, has layers that are regions themselves."""
     weights = [is_weight(value) for value in inputs]
     stacks = [stack_of(value) is not None for value in inputs]
-    return has_layers(jaxpr, weights, stacks)
+    return has_layers(jaxpr, weights, stacks) or _holds_chain(jaxpr)
 
 
-def _wanted(stretch: Stretch, results: Sequence[Any]) -> list[Any]:
-    """The results that are read later, of all results of the only equation of a stretch."""
-    wanted = set(stretch.outputs)
-    pairs = zip(stretch.equations[0].outvars, results, strict=True)
-    return [result for var, result in pairs if var in wanted]
+def _holds_chain(jaxpr: Jaxpr) -> bool:
+    """Whether a loop in a jaxpr keeps inputs by the chain in force."""
+    return chain_in_force() is not None and any(True for _ in loops_over_blocks(jaxpr))
+
+
+def _leads_to_chain(equation: Any) -> bool:
+    """Whether an equation is a loop that keeps inputs by the chain in force, or holds one."""
+    return chain_in_force() is not None and leads_to_loop_over_blocks(equation)
+
+
+def _has_own_loop(equation: Any) -> bool:
+    """Whether an equation is, or holds, a loop whose derivative is not the one that JAX makes."""
+    return _leads_to_chain(equation) or holds_runs(equation)
 
 
 def _jit(stretch: Stretch, inputs: list[Value]) -> list[Value]:
@@ -340,12 +310,12 @@ def _jit(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     if is_cheap_call(equation):
         # Nothing is bound in here: a stack that is only cast may go on to a loop over its layers.
         results = _Evaluator(inner.jaxpr, inner.consts, operands).run()
-        return _wanted(stretch, results)
+        return stretch.wanted(results)
     # Calls without the mark are taken apart, since weights may be used deep inside.
     is_marked = equation.params["name"] == MARK
     if is_marked and not _has_layers(inner.jaxpr, operands):
         return _region(stretch, inputs)
-    return _wanted(stretch, _evaluate_jaxpr(inner.jaxpr, inner.consts, operands))
+    return stretch.wanted(_evaluate_jaxpr(inner.jaxpr, inner.consts, operands))
 
 
 def _checkpoint(stretch: Stretch, inputs: list[Value]) -> list[Value]:
@@ -377,12 +347,14 @@ def _checkpoint(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     if not isinstance(prevent_cse, bool):
         prevent_cse = any(prevent_cse)
     block = jax.checkpoint(block, policy=policy, prevent_cse=prevent_cse)
-    return _wanted(stretch, block(split_arrays(operands), stored_and_anchors))
+    return stretch.wanted(block(split_arrays(operands), stored_and_anchors))
 
 
 @dataclass(frozen=True, eq=False)
 class _LayerLoop:
     """A `scan` over layers of weights, whose body makes one layer whole at a time.
+
+    With a `chain`, it keeps inputs of layers by that.
 
     Its inputs are `num_consts` constants, `num_carry` carries, and `xs`, of which each iteration
     gets one part. `stacks` are the weights that `xs` are or are cast from, each once, and `taken` the
@@ -395,6 +367,7 @@ class _LayerLoop:
     xs: list[Value]
     stacks: list[WeightSlice]
     taken: list[WeightSlice]
+    chain: Chain | None = None
 
     def run(
         self,
@@ -418,11 +391,15 @@ class _LayerLoop:
             anchors.append(None if stack.has_stacked_anchor else stack.gradient_anchor)
         held = consts, anchors
         xs = jnp.arange(options["length"]), arrays, stack_xs
-        bodies = bodies_of_runs(self.body, options["length"])
+        step = functools.partial(self.step, held)
+        length, reverse = options["length"], options["reverse"]
+        if self.chain is not None:
+            return chain_scan(step, init, xs, length, self.chain, reverse=reverse)
+        bodies = bodies_of_runs(self.body, length)
         if len(bodies) == 1:
-            return lax.scan(functools.partial(self.step, held), init, xs, **options)
+            return lax.scan(step, init, xs, **options)
         runs = [Run(stop, replace(self, body=body).step) for stop, body in bodies]
-        return loop_in_runs(runs, held, init, xs, reverse=options["reverse"])
+        return loop_in_runs(runs, held, init, xs, reverse=reverse)
 
     def step(self, held: Any, carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
         """One iteration: all weights of its layer are whole together, unless there are more layers
@@ -439,7 +416,7 @@ class _LayerLoop:
         # since `stack_of` lets only casts through, whose parameters mention no shape.
         parts = merge(self.xs, arrays, lambda weight: with_root_replaced(weight, layer_of))
         # Layers are bound inside the loop, so that each iteration reduces its own gradients.
-        values = _bind_replicated_weights(self.body.jaxpr, [*consts, *carry, *parts])
+        values = bind_replicated_weights(self.body.jaxpr, [*consts, *carry, *parts])
         if _has_layers(self.body.jaxpr, values):
             outputs = _evaluate_jaxpr_to_arrays(self.body.jaxpr, self.body.consts, values)
         else:
@@ -450,8 +427,8 @@ class _LayerLoop:
 def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     """Evaluate a `scan` over stacks of weights with a region in each iteration.
 
-    A scan that has weights as constants or carries only is one region, unless its layers differ in
-    what they keep.
+    A scan that has weights as constants or carries only is one region, unless it keeps inputs of
+    its blocks by a chain or not the same of all layers, or a loop in it does.
     """
     equation, operands = _single_equation(stretch, inputs)
     num_consts, num_carry = scan_parts(equation)
@@ -459,10 +436,10 @@ def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     xs = operands[num_consts + num_carry :]
     stacks = [stack_of(value) for value in xs]
     stacks = list(dict.fromkeys(stack for stack in stacks if stack is not None))
-    if not stacks and not holds_runs(equation):
+    if not stacks and not _has_own_loop(equation):
         return _region(stretch, inputs)
     for stack in stacks:
-        _check_unsplit(stack)
+        check_unsplit(stack)
 
     # All other weights are whole throughout the loop, and until its backward pass is done. A carry
     # has to be an array, and what is made of a stack may mix its layers. Constants could be
@@ -476,35 +453,18 @@ def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     if holds_runs(equation):
         # The derivative of such a loop cannot hand on the references of its layers.
         taken = [stack.with_gradients_added_at_once for stack in stacks]
-    loop = _LayerLoop(equation.params["jaxpr"], num_consts, num_carry, xs, stacks, taken)
-    run = functools.partial(loop.run, _scan_options(equation))
+    chain = chain_in_force()
+    if not is_loop_over_blocks(equation):
+        chain = None
+    body = equation.params["jaxpr"]
+    loop = _LayerLoop(body, num_consts, num_carry, xs, stacks, taken, chain)
+    run = functools.partial(loop.run, scan_options(equation))
     stack_xs = [stack.scanned for stack in taken]
     # The body keeps its own source lines; only the `scan` takes this one.
     carry, ys = with_source_of(
         equation, run, consts_and_init, split_arrays(xs), stack_xs, deep=False
     )
-    return _wanted(stretch, [*carry, *ys])
-
-
-def _scan_options(equation: Any) -> dict[str, Any]:
-    """The options of `lax.scan` that an equation was traced with, those that this JAX has."""
-    names = ("length", "reverse", "unroll", "_split_transpose")
-    return {name: equation.params[name] for name in names if name in equation.params}
-
-
-def _check_unsplit(stack: WeightSlice) -> None:
-    """Refuse a loop over a dim along which a weight is split among devices.
-
-    ZeRO splits a dim behind those that may count layers, so these are whole.
-    """
-    if stack.consumed_dims < stack.weight.stacked:
-        return
-    raise ValueError(
-        f"`{stack.weight.path}` of shape {stack.weight.shape} is scanned over its dim "
-        f"{stack.consumed_dims}, which is split among devices, so an iteration's slice lives on "
-        'one device and cannot be gathered. Name that dim `"layers"`, as '
-        '`transform_metadata={nnx.PARTITION_NAME: "layers"}` does: it is left whole.'
-    )
+    return stretch.wanted([*carry, *ys])
 
 
 # How to evaluate an equation that reads weights, by primitive. All others are regions.

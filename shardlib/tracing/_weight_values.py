@@ -92,6 +92,21 @@ def stack_of(value: Value) -> WeightSlice | None:
     return value if isinstance(value, WeightSlice) else None
 
 
+def check_unsplit(stack: WeightSlice) -> None:
+    """Refuse a loop over a dim along which a weight is split among devices.
+
+    ZeRO splits a dim behind those that may count layers, so these are whole.
+    """
+    if stack.consumed_dims < stack.weight.stacked:
+        return
+    raise ValueError(
+        f"`{stack.weight.path}` of shape {stack.weight.shape} is scanned over its dim "
+        f"{stack.consumed_dims}, which is split among devices, so an iteration's slice lives on "
+        'one device and cannot be gathered. Name that dim `"layers"`, as '
+        '`transform_metadata={nnx.PARTITION_NAME: "layers"}` does: it is left whole.'
+    )
+
+
 def resolve(value: Value, whole: dict[WeightSlice, jax.Array]) -> Any:
     """The array that a value stands for, given the arrays of `whole` weights.
 
