@@ -138,7 +138,8 @@ class Remat:
         """The error for what is kept beside a chain."""
         return ValueError(
             "`Remat`: of a chain, as by `sl.Remat.slots(4)`, only inputs of blocks are kept, and "
-            "no other chain's: `names`, `products` and `dropped` are of every block. Take one of the two."
+            "no other chain's: `names`, `products` and `dropped` are of every block. Take one of "
+            "the two."
         )
 
     def __or__(self, other: "Remat") -> "Remat":
@@ -365,9 +366,9 @@ def policy_of(kept: Remat | None) -> Callable[..., Any] | None:
 
 def checked_remat(function: str, argument: str, value: Any) -> Any:
     """A word or a value for what blocks keep, or an error that lists the words."""
-    if isinstance(value, Remat | RematLayers | RematBudget) or (
-        isinstance(value, str) and value in WORDS
-    ):
+    if isinstance(value, Remat | RematLayers | RematBudget):
+        return value
+    if isinstance(value, str) and value in WORDS:
         return value
     words = ", ".join(map(repr, WORDS))
     takes = f'one of {words}, or a `Remat`, such as `sl.Remat.save("context")`'

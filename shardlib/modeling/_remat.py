@@ -71,8 +71,8 @@ def remat(
             )
         if isinstance(policy, RematLayers | RematBudget):
             raise ValueError(
-                f"`remat(policy={policy!r})`: that is of all blocks, `Strategy(remat=...)`; a block "
-                'by itself has `"full"` or a `Remat`.'
+                f"`remat(policy={policy!r})`: that is of all blocks, `Strategy(remat=...)`; a "
+                'block by itself has `"full"` or a `Remat`.'
             )
         own = kept_by_blocks(policy)
         if own is not None and own.dropped:

@@ -209,7 +209,8 @@ class _Layers:
         rows = np.zeros((len(self.choices), len(columns)))
         for place, (kind, _) in enumerate(columns):
             rows[kind, place] = 1
-        constraints = [LinearConstraint(rows, self.counts, self.counts)]
+        counts: Any = self.counts
+        constraints = [LinearConstraint(rows, counts, counts)]
         if np.isfinite(limit):
             constraints.append(LinearConstraint(sizes[None], -np.inf, limit))
         solution = milp(

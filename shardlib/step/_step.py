@@ -179,7 +179,9 @@ class Step:
         def peak_of(remat: Any) -> int:
             return peak_bytes(self._with_remat(remat).lower(state, batch).compile())
 
-        return fit_remat(self.strategy.remat.memory, loops, peak_of)
+        budget = self.strategy.remat
+        assert isinstance(budget, RematBudget)
+        return fit_remat(budget.memory, loops, peak_of)
 
     @property
     def unused_rules(self) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def check_step(
     >>> check_step(make, optax.adam(0.1), loss, np.ones((8, 3), "f"), rules,
     ...     meshes=["data=8,model=1"])
     ... # doctest: +ELLIPSIS
-    [Comparison(mesh='data=8,model=1', accumulate=1, loss=0.0, ...)]
+    [Comparison(mesh='data=8,model=1', accumulate=1, loss=...)]
     """
     if isinstance(meshes, str) or steps < 1:
         raise ValueError("`check_step` takes a list of meshes, and takes at least one step.")

@@ -43,7 +43,7 @@ class Choice:
     """Activations that a block may keep, and what they come to.
 
     - `names`: those that are kept.
-    - `size`: their bytes, as they are traced: on one device of the data axes, and whole over others.
+    - `size`: their bytes as they are traced: on one device of the data axes, whole over others.
     - `flops`: operations of products that run again in the backward pass.
     """
 
@@ -150,7 +150,7 @@ class _Costs:
                 flops += cost
         return Choice(tuple(sorted(used)), size, flops)
 
-    def _requirements(self, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _requirements(self, names: list[str]) -> tuple[Any, Any]:
         """One row for each value that has to be there, of what can provide it, and how much.
 
         What the backward pass reads is kept or runs again. What an equation that runs again reads

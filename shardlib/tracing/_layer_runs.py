@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import CustomVJPPrimal
+from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from shardlib.tracing._jaxpr import values_of, variables
@@ -71,8 +71,8 @@ def loop_in_runs(
     def forwards(*primals: Any) -> Any:
         # With symbolic zeros, each primal comes with whether it is differentiated.
         moving = _Moving(*[[_is_moving(primal) for primal in part] for part in primals])
-        values = jax.tree.map(lambda primal: primal.value, primals, is_leaf=_is_primal)
-        return loop.forward(*values, moving)
+        consts, init, xs = custom_vjp_primal_tree_values(primals)
+        return loop.forward(consts, init, xs, moving)
 
     def backwards(backward: Any, cotangents: Any) -> Any:
         return backward(*cotangents)
@@ -82,10 +82,6 @@ def loop_in_runs(
     structures = map(jax.tree.structure, results)
     carry, outputs = [tree.unflatten(part) for tree, part in zip(structures, leaves, strict=True)]
     return carry, outputs
-
-
-def _is_primal(value: Any) -> bool:
-    return isinstance(value, CustomVJPPrimal)
 
 
 def _is_moving(primal: CustomVJPPrimal) -> bool:

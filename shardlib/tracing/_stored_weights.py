@@ -357,8 +357,8 @@ class _LayerLoop:
     With a `chain`, it keeps inputs of layers by that.
 
     Its inputs are `num_consts` constants, `num_carry` carries, and `xs`, of which each iteration
-    gets one part. `stacks` are the weights that `xs` are or are cast from, each once, and `taken` the
-    same as their layers are taken from them.
+    gets one part. `stacks` are the weights that `xs` are or are cast from, each once, and `taken`
+    the same as their layers are taken from them.
     """
 
     body: ClosedJaxpr
