@@ -425,7 +425,7 @@ NOT_CALLED: dict[str, str] = {
     **dict.fromkeys(
         (
             "WeightedMean", "Chip", "collectives.Parameter", "BreakEven", "planning.Estimate",
-            "planning.Module", "planning.Memory",
+            "planning.Module", "planning.Memory", "planning.Flops",
             "planning.Piece", "Plan", "planning.Price", "Restored",
             "Description", "State", "collectives.Encoded", "collectives.Errors",
             "collectives.ExchangeInputs", "experts.MoEStats",

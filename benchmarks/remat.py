@@ -1,7 +1,7 @@
 """What each word of `Strategy(remat=...)` keeps of a layer and computes again, compiled for TPUs.
 
-The layer is GPT-2's without dropout, in bfloat16, one sequence on each device of the data. Kept is
-what one more layer adds to the activations at the fullest moment: the slope between two depths.
+The layer is GPT-2's without dropout, in bfloat16, of as many sequences as there are devices. Kept
+is what one more layer adds to the most that activations take: the slope between two depths.
 Beside it is a formula, term by term (`TERMS`), and Megatron's (Korthikanti et al., 2022, without
 the masks of dropout). In `s b h`, numbers of the residual stream, with `a` heads:
 
@@ -55,7 +55,8 @@ from shardlib.planning._plan import kinds_of
 
 BOUNDS = {"formula_ratio_max": 1.1, "flops_error_max": 0.02}
 AT_LEAST = {"formula_ratio_min": 0.9}
-DEPTHS = (2, 4)
+# Deep enough that what all layers keep of one kind is not in a TPU's fast memory instead.
+DEPTHS = (8, 16)
 LENGTH, WIDTH, HEADS, VOCAB = 2048, 1024, 8, 1024
 STREAM = LENGTH * WIDTH
 SCORES = HEADS * LENGTH * LENGTH
@@ -65,7 +66,7 @@ MACHINES = {
     "tensor8": ("data=1,model=8", sl.rules.data | sl.rules.tensor),
     "sequence8": ("data=1,model=8", sl.rules.data | sl.rules.tensor_sequence),
 }
-ATTENTIONS = {"plain": "xla", "fused": "tpu"}
+ATTENTIONS: dict[str, Literal["xla", "tpu"]] = {"plain": "xla", "fused": "tpu"}
 WORDS = ("none", "selective", "minimal", "full")
 # Over which axis an array is split: never, always, or with sequence parallelism.
 Split = Literal["tensor", "sequence"]
@@ -86,11 +87,13 @@ class Term:
     attention: str = ""
 
     def bytes_on(self, machine: str) -> int:
-        """Of one device of a machine."""
-        parts = 1
+        """Of one device of a machine, where devices that share a layer have as many sequences."""
+        sequences, parts = 1, 1
+        if machine != "tensor1":
+            sequences = 8
         if machine == "sequence8" or (machine == "tensor8" and self.split == "tensor"):
             parts = 8
-        return self.numbers * self.itemsize // parts
+        return sequences * self.numbers * self.itemsize // parts
 
 
 ALL, BUT_FULL, WHOLE = WORDS, ("none", "selective", "minimal"), ("none", "selective")
@@ -142,11 +145,11 @@ class Case:
         tensor = 1 if self.machine == "tensor1" else 8
         stream = tensor if self.machine == "sequence8" else 1
         if self.word == "full":
-            return STREAM * 2 / stream
+            return tensor * STREAM * 2 / stream
         if self.word not in WHOLE or self.attention == "fused":
             return None
         scores = SCORES * 4 / tensor if self.word == "none" else 0
-        return STREAM * (8 / stream + 24 / tensor) + scores
+        return tensor * (STREAM * (8 / stream + 24 / tensor) + scores)
 
 
 def cases() -> Iterator[Case]:
@@ -170,7 +173,7 @@ def compiled(case: Case, layers: int) -> tuple[Compiled, Any, dict[str, str]]:
     strategy = sl.Strategy(mesh=mesh, rules=rules, remat=case.word, precision="bf16")
     make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))  # noqa: E731
     state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
-    batch = {"tokens": jax.ShapeDtypeStruct((mesh.shape["data"], LENGTH + 1), "int32")}
+    batch = {"tokens": jax.ShapeDtypeStruct((mesh.size, LENGTH + 1), "int32")}
     step = sl.train_step(gpt.loss, strategy)
     traced = lower(step, state, batch)
     program = compile_apart(traced.lowered, target.platform, target.compiler_options)

@@ -194,6 +194,30 @@ def test_selective_keeps_no_scores_in_compiled_steps(where):
     assert temporaries("selective", 2 * LAYERS) - selective < scores / 2
 
 
+@pytest.mark.long
+def test_kept_inputs_of_blocks_are_split_along_the_sequence():
+    """ZeRO's split activations: with sequence parallelism each device keeps its part of them."""
+    config = dataclasses.replace(CONFIG, heads=8)
+
+    def kept_of_a_layer(rules):
+        most = []
+        for layers in (LAYERS, 2 * LAYERS):
+            make = lambda: gpt.GPT(dataclasses.replace(config, layers=layers), rngs=nnx.Rngs(0))  # noqa: B023
+            strategy = sl.Strategy(mesh="data=1,model=8", rules=rules, remat="full")
+            state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+            batch = {"tokens": jax.ShapeDtypeStruct((ROWS, LENGTH + 1), "int32")}
+            plan = sl.plan(sl.train_step(gpt.loss, strategy), state, batch)
+            most.append(plan.memory.most["activations"])
+        return (most[1] - most[0]) / LAYERS
+
+    stream = 4 * TOKENS * WIDTH
+    assert kept_of_a_layer(sl.rules.data | sl.rules.tensor) == stream
+    assert kept_of_a_layer(sl.rules.data | sl.rules.tensor_sequence) == stream / 8
+    split = {"mesh": "data=1,model=8", "rules": sl.rules.data | sl.rules.tensor_sequence}
+    loss, _ = stepped(config, remat="full", **split)
+    np.testing.assert_allclose(loss, plain(config)[0], rtol=1e-6)
+
+
 PROJECTIONS = ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up", "mlp_out")
 
 
