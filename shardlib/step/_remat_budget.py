@@ -222,9 +222,14 @@ class _Layers:
         )
         assert solution.success, solution.message
         numbers = np.rint(solution.x).astype(int)
-        chosen: list[list[Choice]] = [[] for _ in self.choices]
-        for (kind, choice), number in zip(columns, numbers, strict=True):
-            chosen[kind] += [choice] * number
+        chosen: list[list[Choice]] = []
+        for kind in range(len(self.choices)):
+            of_kind = [place for place, (of, _) in enumerate(columns) if of == kind]
+            numbers[of_kind] = _without_lone_layers(numbers[of_kind])
+            layers: list[Choice] = []
+            for place in of_kind:
+                layers += [columns[place][1]] * numbers[place]
+            chosen.append(layers)
         return self._value(chosen), int(numbers @ sizes), int(numbers @ flops)
 
     def _value(self, chosen: list[list[Choice]]) -> Remat | RematLayers:
@@ -243,3 +248,23 @@ class _Layers:
             return values[0]
         runs = [(len(list(run)), value) for value, run in itertools.groupby(values)]
         return RematLayers(tuple(runs))
+
+
+def _without_lone_layers(numbers: Any) -> Any:
+    """How many layers have each choice, the smallest first, so that no choice has one layer alone.
+
+    A loop of one turn is no loop to XLA, which then orders its operations among all others, and
+    keeps more at a time. So a layer takes a smaller choice than it might, to be one of two.
+    """
+    numbers = numbers.copy()
+    used = [place for place, number in enumerate(numbers) if number]
+    for position, place in enumerate(used[:-1]):
+        for larger in used[position + 1 :]:
+            if numbers[place] == 1 and numbers[larger]:
+                numbers[larger] -= 1
+                numbers[place] += 1
+    used = [place for place in used if numbers[place]]
+    if len(used) > 1 and numbers[used[-1]] == 1:
+        numbers[used[-1]] -= 1
+        numbers[used[-2]] += 1
+    return numbers
