@@ -45,6 +45,7 @@ from shardlib.planning._estimate import estimate as estimate
 from shardlib.planning._estimate import zero_bytes as zero_bytes
 from shardlib.planning._plan import Plan as Plan
 from shardlib.planning._plan import plan as plan
+from shardlib.step._offload import Offload as Offload
 from shardlib.step._batches import Batches as Batches
 from shardlib.step._batches import batches as batches
 from shardlib.step._batches import local_rows as local_rows
