@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from shardlib.checks import _arguments as check
 from shardlib.collectives._zero import Split
@@ -17,6 +19,9 @@ from shardlib.layouts._relate import Relation
 
 HOST = "pinned_host"
 """What JAX calls the memory of the host that devices copy from and to by themselves."""
+
+# Arrays of so many bytes are copied at a time: enough for a copy to run at full speed.
+BYTES_AT_A_TIME = 2**27
 
 WORDS = ("optimizer", "parameters", "all")
 
@@ -113,3 +118,31 @@ def to_device(array: Any) -> Any:
 def to_host(array: Any) -> jax.Array:
     """The same array in the host's memory."""
     return jax.device_put(array, jax.memory.Space.Host)
+
+
+def copied_in_parts(array: Any, dtype: Any, dim: int) -> jax.Array:
+    """The same array in the device's memory and in another dtype, copied in parts of a dim.
+
+    So the device has only a part of it in the dtype in which the host has it. And XLA takes two
+    copies of a whole array, if a loop writes to that later, for the array itself, and fails.
+    """
+    total = array.shape[dim]
+    count = fewest_parts(total, array.size * array.dtype.itemsize)
+    size = total // count
+
+    def part(number: Any, copied: jax.Array) -> jax.Array:
+        start = number * size
+        rows = to_device(lax.dynamic_slice_in_dim(array, start, size, dim))
+        return lax.dynamic_update_slice_in_dim(copied, rows.astype(dtype), start, dim)
+
+    return lax.fori_loop(0, count, part, jnp.zeros(array.shape, dtype))
+
+
+def fewest_parts(total: int, size: int) -> int:
+    """Into how many equal parts to divide rows of `size` bytes in all: several, if there are.
+
+    >>> fewest_parts(40, 1000), fewest_parts(40, 2**30), fewest_parts(1, 2**30)
+    (2, 8, 1)
+    """
+    wanted = max(2, -(-size // BYTES_AT_A_TIME))
+    return next((parts for parts in range(wanted, total) if total % parts == 0), total)

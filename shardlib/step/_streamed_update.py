@@ -23,12 +23,10 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardlib.step._offload import is_on_host, to_device, to_host
+from shardlib.step._offload import BYTES_AT_A_TIME, is_on_host, to_device, to_host
 from shardlib.tracing._jaxpr import JITS, behind, inlined, inputs_of, made_of, variables
 from shardlib.tracing._rows import MixesRowsError, Part, Rows, evaluate_rows
 
-# The arrays of so many bytes are on a device together: enough for a copy to run at full speed.
-_BYTES_AT_A_TIME = 2**27
 # The two last dims of an array lie in tiles, of which copies take whole ones.
 _TILE = (16, 128)
 
@@ -214,9 +212,10 @@ class _Streaming:
         for var, value in zip(self.jaxpr.invars, self.inputs, strict=True):
             if var in read and var not in known:
                 copied[var] = value
-        if copied and before:
-            copied, _ = lax.optimization_barrier((copied, before))
-        copied = {var: to_device(value) for var, value in copied.items()}
+        on_host = list(copied.values())
+        if on_host and before:
+            on_host, _ = lax.optimization_barrier((on_host, before))
+        copied = dict(zip(copied, map(to_device, on_host), strict=True))
         return made_of(self.jaxpr, wanted, {**known, **copied})
 
     def _whole(
@@ -298,7 +297,7 @@ def _choices(owner: Owner, size: int) -> list[tuple[int, int]]:
     choices = []
     for dim in owner.whole_dims:
         total = owner.shape[dim]
-        most = _BYTES_AT_A_TIME * total // max(1, size)
+        most = BYTES_AT_A_TIME * total // max(1, size)
         count = _divisor(total, most, _multiple(dim, len(owner.shape)))
         if count is not None:
             choices.append((count > most, dim, count))

@@ -31,7 +31,7 @@ from shardlib.layouts._rules import (
     parts_over,
     spec_axes,
 )
-from shardlib.step._offload import parameters_on_host, to_device
+from shardlib.step._offload import copied_in_parts, parameters_on_host, to_device
 from shardlib.step._precision import cast
 from shardlib.step._scopes import EXCHANGE, GATHER
 from shardlib.step._state import combine
@@ -246,10 +246,21 @@ class StepParameter:
     def _made_whole(self, stored: jax.Array, consumed_dims: int) -> jax.Array:
         """The whole parameter, or one layer of it, where it is used."""
         with jax.named_scope(GATHER):
-            stored = to_device(stored)
+            if self.on_host and consumed_dims == 0:
+                stored = copied_in_parts(stored, self._compute, self._copied_dim)
+            else:
+                stored = to_device(stored)
         if self.split.dim is None:
             return cast(stored, self._compute)
         return self._gathered(stored, consumed_dims)
+
+    @property
+    def _copied_dim(self) -> int:
+        """The dim along which it is copied in parts: the first that no automatic axis splits."""
+        for dim, entry in enumerate(self.split.spec):
+            if not axes_without(as_tuple(entry), self.strategy.manual_axes):
+                return dim
+        return min(len(self.split.spec), len(self.shape) - 1)
 
     def _gathered(self, stored: jax.Array, consumed_dims: int) -> jax.Array:
         """The whole parameter, or one layer of it, from the shards of all devices."""
