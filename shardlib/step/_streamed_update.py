@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib.step._offload import BYTES_AT_A_TIME, is_on_host, to_device, to_host
 from shardlib.tracing._jaxpr import JITS, behind, inlined, inputs_of, made_of, variables
-from shardlib.tracing._rows import MixesRowsError, Part, Rows, evaluate_rows
+from shardlib.tracing._rows import MixesRowsError, Part, Rows, cut, evaluate_rows
 
 # The two last dims of an array lie in tiles, of which copies take whole ones.
 _TILE = (16, 128)
@@ -77,60 +77,100 @@ def streamed_update(
 
 
 @dataclass(frozen=True, eq=False)
-class _Loop:
-    """The update of one parameter's arrays along a dim, some rows in each iteration.
+class _ByRows:
+    """A function of some rows of one parameter's arrays.
 
     Attributes:
-        body: the equations that lead to the results, as a function of rows and then `wholes`.
+        body: its equations, which read rows first and then `wholes`.
         dim: along which the rows lie.
-        inputs: the positions of the inputs of which an iteration gets rows.
-        positions: those of the results, which take the place of the inputs there.
-        wholes: the variables of the trace that every iteration reads.
-        rows: how many there are, and how many an iteration takes.
+        inputs: the positions of the inputs that it reads rows of.
+        wholes: the variables of the trace that it reads whole.
+        rows: how many there are, and how many are taken at a time.
     """
 
     body: Jaxpr
     dim: int
     inputs: tuple[int, ...]
-    positions: tuple[int, ...]
     wholes: tuple[Any, ...]
     rows: Rows
 
+    @property
+    def times(self) -> int:
+        """How often rows are taken until all have been."""
+        return self.rows.total // self.rows.count
+
     def check(self, arrays: Sequence[Any]) -> None:
-        """Trace an iteration; raises `MixesRowsError` where rows depend on others."""
+        """Trace it; raises `MixesRowsError` where rows depend on others."""
         wholes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.wholes]
-        jax.eval_shape(lambda wholes: self._iteration(0, arrays, wholes), wholes)
+        jax.eval_shape(lambda wholes: self(0, arrays, wholes), wholes)
+
+    def __call__(self, number: Any, arrays: Sequence[Any], wholes: Sequence[Any]) -> list[Any]:
+        """The rows of the results that are the next after so many times."""
+        rows = Rows(number * self.rows.count, self.rows.count, self.rows.total)
+        parts = []
+        for position in self.inputs:
+            part = lax.dynamic_slice_in_dim(arrays[position], rows.start, rows.count, self.dim)
+            parts.append(Part(to_device(part), self.dim))
+        results = evaluate_rows(self.body, [], [*parts, *map(Part, wholes)], rows)
+        return [cut(result, self.dim, rows).value for result in results]
+
+
+@dataclass(frozen=True, eq=False)
+class _Total:
+    """A reduction over the rows of what a function gives, as the equation says."""
+
+    function: _ByRows
+    equation: Any
+    dim: int  # along which the rows of its operand lie
+
+    def run(self, arrays: Sequence[Any], wholes: Sequence[Any]) -> Any:
+        """The total of all rows."""
+        combine = _TOTALS[self.equation.primitive.name]
+
+        def part(number: Any) -> Any:
+            (operand,) = self.function(number, arrays, wholes)
+            return self.equation.primitive.bind(operand, **self.equation.params)
+
+        def iteration(number: Any, total: Any) -> Any:
+            return combine(total, part(number))
+
+        return lax.fori_loop(1, self.function.times, iteration, part(0))
+
+
+_TOTALS: dict[str, Callable[[Any, Any], Any]] = {
+    "reduce_sum": lax.add,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+}
+"""How totals of some rows are combined, by the reductions that have such totals."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    """The update of one parameter's arrays, which take the place of what they were."""
+
+    function: _ByRows
+    positions: tuple[int, ...]  # of the arrays that it updates
+    totals: dict[Any, _Total]  # what has to be known before, by variable of the trace
 
     def run(self, arrays: Sequence[Any], wholes: Sequence[Any]) -> list[Any]:
-        """The results. What an iteration writes takes the place of what it has read."""
+        """The updated arrays."""
+        dim, count = self.function.dim, self.function.rows.count
 
         def iteration(number: Any, updated: list[Any]) -> list[Any]:
             now = list(arrays)
             for position, array in zip(self.positions, updated, strict=True):
                 now[position] = array
-            start = number * self.rows.count
             written = []
-            for array, update in zip(updated, self._iteration(start, now, wholes), strict=True):
+            for array, rows in zip(updated, self.function(number, now, wholes), strict=True):
                 if is_on_host(array):
-                    update = to_host(update)
-                written.append(lax.dynamic_update_slice_in_dim(array, update, start, self.dim))
+                    rows = to_host(rows)
+                start = number * count
+                written.append(lax.dynamic_update_slice_in_dim(array, rows, start, dim))
             return written
 
         updated = [arrays[position] for position in self.positions]
-        return lax.fori_loop(0, self.rows.total // self.rows.count, iteration, updated)
-
-    def _iteration(self, start: Any, arrays: Sequence[Any], wholes: Sequence[Any]) -> list[Any]:
-        """The rows from `start` on of the results."""
-        rows = Rows(start, self.rows.count, self.rows.total)
-        parts = []
-        for position in self.inputs:
-            part = lax.dynamic_slice_in_dim(arrays[position], start, rows.count, self.dim)
-            parts.append(Part(to_device(part), self.dim))
-        results = evaluate_rows(self.body, [], [*parts, *map(Part, wholes)], rows)
-        for result in results:
-            if result.dim != self.dim:
-                raise MixesRowsError("the rows of a result lie along another dim")
-        return [result.value for result in results]
+        return lax.fori_loop(0, self.function.times, iteration, updated)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,28 +198,24 @@ class _Streaming:
             else:
                 whole.append(updated)
             apart.update(updated)
-        results: dict[int, Any] = {}
-        known = self._first(loops, apart, results)
+        known = _Known(self, {var: total for loop in loops for var, total in loop.totals.items()})
+        results = self._not_apart(known, apart)
+        # What loops read is known before any of them writes, and none keeps what it has read.
+        wholes = [known.values(loop.function.wholes) for loop in loops]
         before: list[Any] = []
         for positions in whole:
-            values = self._whole(positions, known, before)
-            results.update(zip(positions, values, strict=True))
-            before = values[:1]
-        for loop in loops:
-            arrays = loop.run(self.inputs, [known[var] for var in loop.wholes])
-            results.update(zip(loop.positions, arrays, strict=True))
+            wanted = [self.jaxpr.outvars[position] for position in positions]
+            for position, value in zip(positions, known.values(wanted, before), strict=True):
+                results[position] = self._in_place(position, value)
+            before = [results[position] for position in positions[:1]]
+        for loop, read in zip(loops, wholes, strict=True):
+            results.update(zip(loop.positions, loop.run(self.inputs, read), strict=True))
         return [results[position] for position in range(len(self.jaxpr.outvars))]
 
-    def _first(
-        self, loops: Sequence[_Loop], apart: set[int], results: dict[int, Any]
-    ) -> dict[Any, Any]:
-        """Compute all results but those `apart`, and what loops read whole.
-
-        Returns the values of the variables that are known then; results go into `results`.
-        """
-        known = dict(zip(self.jaxpr.constvars, self.closed.consts, strict=True))
+    def _not_apart(self, known: "_Known", apart: set[int]) -> dict[int, Any]:
+        """All results but those `apart`, by position."""
         inputs = dict(zip(self.jaxpr.invars, self.inputs, strict=True))
-        known.update({var: value for var, value in inputs.items() if not is_on_host(value)})
+        results: dict[int, Any] = {}
         rest = []
         for position, atom in enumerate(self.jaxpr.outvars):
             if position in apart:
@@ -189,42 +225,10 @@ class _Streaming:
                 results[position] = inputs[atom]
             else:
                 rest.append(position)
-        wanted = [self.jaxpr.outvars[position] for position in rest]
-        for loop in loops:
-            wanted += loop.wholes
-        values = self._values(wanted, known, [])
-        for position, value in zip(rest, values, strict=False):
+        values = known.values([self.jaxpr.outvars[position] for position in rest])
+        for position, value in zip(rest, values, strict=True):
             results[position] = self._in_place(position, value)
-        for atom, value in zip(wanted, values, strict=True):
-            if not isinstance(atom, Literal):
-                known[atom] = value
-        return known
-
-    def _values(
-        self, wanted: Sequence[Any], known: Mapping[Any, Any], before: list[Any]
-    ) -> list[Any]:
-        """The values of some atoms, for which what is on the host is copied to the device whole.
-
-        Nothing is copied until the arrays `before` are there.
-        """
-        read = set(variables(wanted)).union(inputs_of(behind(self.jaxpr, wanted, known)))
-        copied = {}
-        for var, value in zip(self.jaxpr.invars, self.inputs, strict=True):
-            if var in read and var not in known:
-                copied[var] = value
-        on_host = list(copied.values())
-        if on_host and before:
-            on_host, _ = lax.optimization_barrier((on_host, before))
-        copied = dict(zip(copied, map(to_device, on_host), strict=True))
-        return made_of(self.jaxpr, wanted, {**known, **copied})
-
-    def _whole(
-        self, positions: Sequence[int], known: Mapping[Any, Any], before: list[Any]
-    ) -> list[Any]:
-        """Results of which rows depend on others, with their arrays on the device, after others."""
-        wanted = [self.jaxpr.outvars[position] for position in positions]
-        values = self._values(wanted, known, before)
-        return [self._in_place(*pair) for pair in zip(positions, values, strict=True)]
+        return results
 
     def _in_place(self, position: int, value: Any) -> Any:
         """A result in the memory where its input was."""
@@ -247,20 +251,60 @@ class _Streaming:
     def _loop_along(self, owner: Owner, updated: Sequence[int], dim: int, count: int) -> _Loop:
         """The loop along a dim; raises `MixesRowsError` where rows depend on other rows."""
         outvars = [self.jaxpr.outvars[position] for position in updated]
-        rows = (*owner.positions, self._gradient_of(owner))
-        by_rows = [self.jaxpr.invars[position] for position in rows]
-        equations = _by_rows(behind(self.jaxpr, outvars), by_rows)
+        rows = Rows(0, count, owner.shape[dim])
+        totals: dict[Any, _Total] = {}
+        # Each round takes an equation out that is evaluated before the loop, for all rows.
+        before: set[Any] = set()
+        while True:
+            function = self._by_rows(owner, outvars, dim, rows, before)
+            try:
+                function.check(self.inputs)
+                return _Loop(function, tuple(updated), totals)
+            except MixesRowsError as error:
+                equation = error.equation
+                if equation is None or not before.isdisjoint(equation.outvars):
+                    raise
+                if self._reads_host(equation, before):
+                    total = self._total(owner, equation, dim, rows, before)
+                    totals[equation.outvars[0]] = total
+                before.update(equation.outvars)
+
+    def _by_rows(
+        self, owner: Owner, outvars: Sequence[Any], dim: int, rows: Rows, before: set[Any]
+    ) -> _ByRows:
+        """What leads from the rows of an owner's arrays to some variables.
+
+        What is known `before` is read whole.
+        """
+        positions = (*owner.positions, self._gradient_of(owner))
+        by_rows = [self.jaxpr.invars[position] for position in positions]
+        equations = _depending(behind(self.jaxpr, outvars, before), by_rows)
         written = {var for equation in equations for var in equation.outvars}
-        if not updated or not written.issuperset(outvars):
+        if not outvars or not written.union(by_rows).issuperset(outvars):
             raise MixesRowsError("a result does not depend on the rows of its parameter")
         wholes = [var for var in inputs_of(equations) if var not in by_rows]
         body = self.jaxpr.replace(
-            constvars=[], invars=[*by_rows, *wholes], outvars=outvars, eqns=equations
+            constvars=[], invars=[*by_rows, *wholes], outvars=list(outvars), eqns=equations
         )
-        total = Rows(0, count, owner.shape[dim])
-        loop = _Loop(body, dim, rows, tuple(updated), tuple(wholes), total)
-        loop.check(self.inputs)
-        return loop
+        return _ByRows(body, dim, positions, tuple(wholes), rows)
+
+    def _reads_host(self, equation: Any, before: set[Any]) -> bool:
+        """Whether what an equation reads depends on arrays in the host's memory."""
+        read = set(variables(equation.invars))
+        read.update(inputs_of(behind(self.jaxpr, equation.invars, before)))
+        pairs = zip(self.jaxpr.invars, self.inputs, strict=True)
+        return any(is_on_host(value) and var in read for var, value in pairs)
+
+    def _total(
+        self, owner: Owner, equation: Any, dim: int, rows: Rows, before: set[Any]
+    ) -> _Total:
+        """A reduction over all rows as a loop of its own."""
+        if equation.primitive.name not in _TOTALS:
+            raise MixesRowsError(f"`{equation.primitive.name}` is not made of totals of rows")
+        function = self._by_rows(owner, equation.invars, dim, rows, before)
+        # Its operand has its rows where the parameter has them, or it is no such total.
+        function.check(self.inputs)
+        return _Total(function, equation, dim)
 
     def _gradient_of(self, owner: Owner) -> int:
         """The number of an owner's gradient among the inputs, where it comes after the state."""
@@ -271,7 +315,53 @@ class _Streaming:
         return self.jaxpr.outvars[position] is not self.jaxpr.invars[position]
 
 
-def _by_rows(equations: Sequence[Any], by_rows: Sequence[Any]) -> list[Any]:
+class _Known:
+    """The values of an update's variables that are known so far, all on the device."""
+
+    def __init__(self, streaming: _Streaming, totals: Mapping[Any, _Total]) -> None:
+        self.streaming, self.totals = streaming, totals
+        jaxpr = streaming.jaxpr
+        self.known: dict[Any, Any] = dict(
+            zip(jaxpr.constvars, streaming.closed.consts, strict=True)
+        )
+        self.on_host: dict[Any, Any] = {}
+        for var, value in zip(jaxpr.invars, streaming.inputs, strict=True):
+            if is_on_host(value):
+                self.on_host[var] = value
+            else:
+                self.known[var] = value
+
+    def values(self, wanted: Sequence[Any], before: Sequence[Any] = ()) -> list[Any]:
+        """The values of some atoms, for which what is on the host is copied to the device whole.
+
+        Nothing is copied until the arrays `before` are there.
+        """
+        jaxpr = self.streaming.jaxpr
+        read = self._read(wanted)
+        for var in read & self.totals.keys() - self.known.keys():
+            total = self.totals[var]
+            wholes = self.values(total.function.wholes)
+            self.known[var] = total.run(self.streaming.inputs, wholes)
+        copied = [var for var in self.on_host if var in read]
+        arrays = [self.on_host[var] for var in copied]
+        if arrays and before:
+            arrays, _ = lax.optimization_barrier((arrays, list(before)))
+        on_device = dict(zip(copied, map(to_device, arrays), strict=True))
+        values = made_of(jaxpr, wanted, {**self.known, **on_device})
+        for atom, value in zip(wanted, values, strict=True):
+            if not isinstance(atom, Literal):
+                self.known.setdefault(atom, value)
+        return values
+
+    def _read(self, wanted: Sequence[Any]) -> set[Any]:
+        """The inputs and totals of which some atoms are made, as far as these are not known."""
+        stops = {*self.known, *self.totals}
+        read = set(variables(wanted))
+        read.update(inputs_of(behind(self.streaming.jaxpr, wanted, stops)))
+        return read - self.known.keys()
+
+
+def _depending(equations: Sequence[Any], by_rows: Sequence[Any]) -> list[Any]:
     """The equations whose results depend on rows, and those that spread a value over all rows."""
     dependent = set(by_rows)
     chosen = set()

@@ -44,7 +44,14 @@ The operands have the shape of the result, or none.
 
 
 class MixesRowsError(Exception):
-    """Rows of a result depend on other rows of the arguments, or it cannot be told."""
+    """Rows of a result depend on other rows of the arguments, or it cannot be told.
+
+    `equation` is the one of the evaluated jaxpr, which may hold the one that is to blame.
+    """
+
+    def __init__(self, reason: str, equation: Any = None) -> None:
+        super().__init__(reason)
+        self.equation = equation
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,6 @@ class Part:
     dim: int | None = None
     # How a whole value is made of a smaller one, by `broadcast_in_dim`: its rows are made so too.
     spread: tuple[Any, Any] | None = None
-
-    @property
-    def is_scalar(self) -> bool:
-        return jnp.ndim(self.value) == 0
 
 
 def evaluate_rows(
@@ -137,9 +140,12 @@ def _by_rule(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
         rule: Callable[..., list[Part]] | None = _elementwise
     else:
         rule = _RULES.get(name)
-    if rule is None:
-        raise MixesRowsError(f"`{name}` may mix rows")
-    return rule(equation, operands, rows)
+    try:
+        if rule is None:
+            raise MixesRowsError(f"`{name}` may mix rows")
+        return rule(equation, operands, rows)
+    except MixesRowsError as error:
+        raise MixesRowsError(str(error), equation) from error
 
 
 def _evaluated(equation: Any, values: Sequence[Any], dims: Sequence[int], **changes: Any) -> Any:
@@ -174,7 +180,8 @@ def _elementwise(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
     dim = _row_dim(operands)
     values = []
     for operand in operands:
-        if not operand.is_scalar:
+        # An operation may spread a scalar, or a dim of one, over all rows by itself.
+        if operand.dim is not None or jnp.shape(operand.value)[dim:][:1] not in ((), (1,)):
             operand = cut(operand, dim, rows)
         values.append(operand.value)
     return _evaluated(equation, values, [dim])
