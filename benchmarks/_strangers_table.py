@@ -132,6 +132,7 @@ def _strategy(**changed: str) -> dict[str, Any]:
         "mesh": "'data=8'", "rules": "sl.rules.data", "dcn": "''", "zero": "0", "accumulate": "1",
         "precision": "'float32'",
         "clip": "1.0", "frozen": "()", "nonfinite": "'skip'", "remat": "'none'",
+        "offload": "'all'",
         "exchange": "sl.Exact()",
         "manual": "('data',)", "pipeline": "None",
     }  # fmt: skip
@@ -149,6 +150,7 @@ CALLS: tuple[Call, ...] = (
     _call("sl.unsharded", of="entered({call})"),
     _call("sl.remat", "lambda x: x", "'full'", checkpoint="jax.checkpoint",
     also={"at1": _OPTIONAL}),
+    _call("sl.Offload", optimizer="True", parameters="True"),
     _call("sl.Remat", names="('context',)", products="'all'"),
     _call("sl.Remat.save", "'context'"),
     _call("sl.checkpoint_name", "ones(4)", "'context'"),

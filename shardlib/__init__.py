@@ -45,7 +45,6 @@ from shardlib.planning._estimate import estimate as estimate
 from shardlib.planning._estimate import zero_bytes as zero_bytes
 from shardlib.planning._plan import Plan as Plan
 from shardlib.planning._plan import plan as plan
-from shardlib.step._offload import Offload as Offload
 from shardlib.step._batches import Batches as Batches
 from shardlib.step._batches import batches as batches
 from shardlib.step._batches import local_rows as local_rows
@@ -55,6 +54,7 @@ from shardlib.step._evaluation import Evaluation as Evaluation
 from shardlib.step._evaluation import evaluation as evaluation
 from shardlib.step._init import init as init
 from shardlib.step._init import specs as specs
+from shardlib.step._offload import Offload as Offload
 from shardlib.step._precision import Precision as Precision
 from shardlib.step._state import State as State
 from shardlib.step._step import Step as Step

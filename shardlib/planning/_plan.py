@@ -380,6 +380,7 @@ def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, S
         step = Step(step.loss_fn, strategy)
         layout = dataclasses.replace(state.layout, strategy=strategy)
         state = dataclasses.replace(state, layout=layout)
+
     # Only shapes and shardings are needed, whatever the state was.
     def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -253,7 +253,7 @@ class Strategy:
         if self.pipeline is not None:
             raise ValueError(
                 f"{shown}, pipeline=...)`: each stage uses its layers in every tick, so that they "
-                'would be copied from the host as often. Leave them on the device: '
+                "would be copied from the host as often. Leave them on the device: "
                 '`offload="optimizer"`.'
             )
         if isinstance(self.exchange, Exact) and self.exchange.overlap:

@@ -295,9 +295,7 @@ class _Streaming:
         pairs = zip(self.jaxpr.invars, self.inputs, strict=True)
         return any(is_on_host(value) and var in read for var, value in pairs)
 
-    def _total(
-        self, owner: Owner, equation: Any, dim: int, rows: Rows, before: set[Any]
-    ) -> _Total:
+    def _total(self, owner: Owner, equation: Any, dim: int, rows: Rows, before: set[Any]) -> _Total:
         """A reduction over all rows as a loop of its own."""
         if equation.primitive.name not in _TOTALS:
             raise MixesRowsError(f"`{equation.primitive.name}` is not made of totals of rows")

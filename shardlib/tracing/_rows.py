@@ -224,11 +224,12 @@ def _removing(param: str) -> Callable[..., list[Part]]:
 
 
 def _along(param: str) -> Callable[..., list[Part]]:
-    """The rule of an operation of one or several arrays along the dim in a parameter."""
+    """The rule of an operation of one or several arrays along the dims in a parameter."""
 
     def rule(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
         dim = _row_dim(operands)
-        _refuse_dims(equation, dim, [equation.params[param]])
+        along = equation.params[param]
+        _refuse_dims(equation, dim, along if isinstance(along, tuple) else (along,))
         values = [cut(operand, dim, rows).value for operand in operands]
         return _evaluated(equation, values, [dim] * len(equation.outvars))
 
@@ -445,6 +446,7 @@ _RULES: dict[str, Callable[..., list[Part]]] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     "concatenate": _along("dimension"),
     "sort": _along("dimension"),
+    "rev": _along("dimensions"),
     "slice": _slice,
     "dot_general": _dot_general,
     **dict.fromkeys(JITS, _call("jaxpr")),
