@@ -68,8 +68,8 @@ OPTIMIZERS = {
 
 
 @cache
-def three_steps(optimizer, mesh, zero, accumulate=1, offload=None):
-    """The state after three steps, and the last loss."""
+def three_steps(optimizer, mesh, zero, accumulate=1, offload=None, nudged=False):
+    """The state after three steps, and the last loss; `nudged`, of other examples by rounding."""
     devices = int(np.prod([int(axis.split("=")[1]) for axis in mesh.split(",")]))
     strategy = sl.Strategy(
         mesh=sl.make_mesh(mesh, devices=jax.devices()[:devices]),
@@ -82,18 +82,25 @@ def three_steps(optimizer, mesh, zero, accumulate=1, offload=None):
     state = sl.init(make, OPTIMIZERS[optimizer], strategy)
     step = sl.train_step(loss_fn, strategy)
     for _ in range(3):
-        state, metrics = step(state, X)
+        state, metrics = step(state, np.nextafter(X, np.inf) if nudged else X)
     return state, metrics["loss"].item()
 
 
 def check_same(optimizer, mesh, zero, accumulate=1, offload="all"):
     expected, loss = three_steps(optimizer, mesh, zero, accumulate)
     found, found_loss = three_steps(optimizer, mesh, zero, accumulate, offload)
+    nudged = expected
+    # Its iteration amplifies rounding: by how much is measured.
+    if optimizer == "muon":
+        nudged, _ = three_steps(optimizer, mesh, zero, accumulate, nudged=True)
     assert found_loss == pytest.approx(loss, rel=1e-6)
     leaves = dict(named_leaves((found.params, found.opt_state)))
-    for path, leaf in named_leaves((expected.params, expected.opt_state)):
+    nudged_leaves = jax.tree.leaves((nudged.params, nudged.opt_state))
+    wanted = named_leaves((expected.params, expected.opt_state))
+    for (path, leaf), other in zip(wanted, nudged_leaves, strict=True):
         scale = np.abs(leaf).max(initial=1e-30)
-        np.testing.assert_allclose(leaves[path] / scale, leaf / scale, atol=3e-6, err_msg=path)
+        atol = max(3e-6, 4 * np.abs(other - leaf).max(initial=0) / scale)
+        np.testing.assert_allclose(leaves[path] / scale, leaf / scale, atol=atol, err_msg=path)
     return found
 
 
@@ -357,7 +364,7 @@ def test_a_program_has_on_the_host_what_was_asked_for(target, zero, offload):
 def test_what_the_device_holds_of_the_state_does_not_grow_with_layers():
     held = []
     for layers in (4, 8):
-        compiled, state = program("tpu:v6e:1x1", 0, "all", layers)
+        compiled, _ = program("tpu:v6e:1x1", 0, "all", layers)
         memory = compiled.memory_analysis()
         # Gradients, in bfloat16, are on the device, and rows of the state next to them.
         gradients = 2 * (layers * 2 * 256 * 512 + 512 * 256)

@@ -156,8 +156,10 @@ class State:
         Use it under `strategy.scope()`. Its layers are in the model's own order.
         """
         state = reordered(self, natural=True)
-        # A model computes with its parameters, which only a device can.
-        parameters = jax.tree.map(to_device, combine(state.params, state.frozen))
+        parameters = combine(state.params, state.frozen)
+        if self.layout.strategy.offloaded is not None:
+            # A model computes with its parameters, which only a device can.
+            parameters = jax.tree.map(to_device, parameters)
         return self.layout.definition.merge(parameters, state.streams, state.rest)
 
     def with_weights(self, weights: Any) -> "State":
