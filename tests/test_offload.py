@@ -252,9 +252,10 @@ def test_a_state_on_the_host_evaluates_saves_and_resumes(tmp_path):
     evaluate = sl.evaluation(loss_fn, state.layout.strategy)
     expected = sl.evaluation(loss_fn, plain.layout.strategy)(plain, [X])
     assert evaluate(state, [X])["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    checkpoints = sl.Checkpoints(tmp_path)
-    checkpoints.save(state)
-    restored = checkpoints.restore(state).state
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        restored = checkpoints.restore(state).state
     assert on_host(restored) == on_host(state)
     for (path, found), leaf in zip(
         named_leaves(restored.opt_state), jax.tree.leaves(state.opt_state), strict=True
@@ -361,10 +362,12 @@ def test_a_program_has_on_the_host_what_was_asked_for(target, zero, offload):
 
 
 @pytest.mark.tpu_compiler
-def test_what_the_device_holds_of_the_state_does_not_grow_with_layers():
+def test_what_the_device_holds_of_the_state_does_not_grow_with_layers(monkeypatch):
+    # A layer has some two million bytes of moments, parameters and gradients.
+    monkeypatch.setattr(_streamed_update, "BYTES_AT_A_TIME", 2**21)
     held = []
     for layers in (4, 8):
-        compiled, _ = program("tpu:v6e:1x1", 0, "all", layers)
+        compiled, _ = program.__wrapped__("tpu:v6e:1x1", 0, "all", layers)
         memory = compiled.memory_analysis()
         # Gradients, in bfloat16, are on the device, and rows of the state next to them.
         gradients = 2 * (layers * 2 * 256 * 512 + 512 * 256)

@@ -27,8 +27,8 @@ from shardlib.step._offload import BYTES_AT_A_TIME, is_on_host, to_device, to_ho
 from shardlib.tracing._jaxpr import JITS, behind, inlined, inputs_of, made_of, variables
 from shardlib.tracing._rows import MixesRowsError, Part, Rows, cut, evaluate_rows
 
-# The two last dims of an array lie in tiles, of which copies take whole ones.
-_TILE = (16, 128)
+# The two last dims of an array lie in tiles, of which copies take whole ones: of so many rows.
+_TILE = 16
 
 
 class Owner(NamedTuple):
@@ -384,20 +384,18 @@ def _choices(owner: Owner, size: int) -> list[tuple[int, int]]:
     """
     choices = []
     for dim in owner.whole_dims:
+        # Compilers for TPUs do not write to a part of the last dim of an array of the host.
+        if dim == len(owner.shape) - 1:
+            continue
         total = owner.shape[dim]
         most = BYTES_AT_A_TIME * total // max(1, size)
-        count = _divisor(total, most, _multiple(dim, len(owner.shape)))
+        multiple = 1
+        if dim == len(owner.shape) - 2:
+            multiple = _TILE
+        count = _divisor(total, most, multiple)
         if count is not None:
             choices.append((count > most, dim, count))
     return [(dim, count) for _, dim, count in sorted(choices)]
-
-
-def _multiple(dim: int, rank: int) -> int:
-    """Of how many rows a copy should take a multiple, along a dim of an array."""
-    from_end = rank - dim
-    if from_end > len(_TILE):
-        return 1
-    return _TILE[-from_end]
 
 
 def _divisor(total: int, most: int, multiple: int) -> int | None:
