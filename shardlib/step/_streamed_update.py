@@ -27,6 +27,9 @@ from shardlib.step._offload import BYTES_AT_A_TIME, is_on_host, to_device, to_ho
 from shardlib.tracing._jaxpr import JITS, behind, inlined, inputs_of, made_of, variables
 from shardlib.tracing._rows import MixesRowsError, Part, Rows, cut, evaluate_rows
 
+# Rows of more bytes are taken along another dim, if there is one with smaller rows. Rows of the first
+# dim are contiguous: along others, a compiler may first copy a whole gradient into another order.
+_LARGEST_ROW = 2**31
 # The two last dims of an array lie in tiles, of which copies take whole ones: of so many rows.
 _TILE = 16
 
@@ -379,8 +382,8 @@ def _depending(equations: Sequence[Any], by_rows: Sequence[Any]) -> list[Any]:
 def _choices(owner: Owner, size: int) -> list[tuple[int, int]]:
     """The dims along which an owner's arrays may be updated, with rows for an iteration.
 
-    Dims of which few bytes are on the device at a time come first, and then those that come first
-    in the parameter. `size` is how many bytes the arrays have on each device.
+    The first dims come first, but for those whose rows are too large. `size` is how many bytes the
+    arrays have on each device.
     """
     choices = []
     for dim in owner.whole_dims:
@@ -394,7 +397,8 @@ def _choices(owner: Owner, size: int) -> list[tuple[int, int]]:
             multiple = _TILE
         count = _divisor(total, most, multiple)
         if count is not None:
-            choices.append((count > most, dim, count))
+            is_large = count > most and count * size > _LARGEST_ROW * total
+            choices.append((is_large, dim, count))
     return [(dim, count) for _, dim, count in sorted(choices)]
 
 
