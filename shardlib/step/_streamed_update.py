@@ -27,8 +27,8 @@ from shardlib.step._offload import BYTES_AT_A_TIME, is_on_host, to_device, to_ho
 from shardlib.tracing._jaxpr import JITS, behind, inlined, inputs_of, made_of, variables
 from shardlib.tracing._rows import MixesRowsError, Part, Rows, cut, evaluate_rows
 
-# Rows of more bytes are taken along another dim, if there is one with smaller rows. Along other
-# dims than the first, a compiler may copy a whole gradient into another order before.
+# Rows of more bytes are taken along another dim, if there is one with smaller rows. Those of the
+# first dim are contiguous.
 _LARGEST_ROW = 2**31
 # The two last dims of an array lie in tiles, of which copies take whole ones: of so many rows.
 _TILE = 16
