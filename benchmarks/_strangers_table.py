@@ -132,6 +132,7 @@ def _strategy(**changed: str) -> dict[str, Any]:
         "mesh": "'data=8'", "rules": "sl.rules.data", "dcn": "''", "zero": "0", "accumulate": "1",
         "precision": "'float32'",
         "clip": "1.0", "frozen": "()", "nonfinite": "'skip'", "remat": "'none'",
+        "offload": "'all'",
         "exchange": "sl.Exact()",
         "manual": "('data',)", "pipeline": "None",
     }  # fmt: skip
@@ -150,6 +151,7 @@ CALLS: tuple[Call, ...] = (
     _call("sl.remat", "lambda x: x", "'full'", checkpoint="jax.checkpoint",
     also={"at1": _OPTIONAL}),
     _call("sl.remat", "lambda x: x", part="'scores'", also={"part": _OPTIONAL}),
+    _call("sl.Offload", optimizer="True", parameters="True"),
     _call("sl.Remat", names="('context',)", products="'all'", dropped="('scores',)"),
     _call("sl.Remat", chain="sl.Remat.slots(4).chain", also={"chain": _OPTIONAL}),
     _call("sl.Remat.drop", "'scores'"),

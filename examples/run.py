@@ -554,7 +554,9 @@ def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         whole = (
-            isinstance(inner, sl.AxisRules | sl.Precision | sl.Remat | sl.Zero | sl.Exchange)
+            isinstance(
+                inner, sl.AxisRules | sl.Precision | sl.Remat | sl.Offload | sl.Zero | sl.Exchange
+            )
             or field.name == "pipeline"
         )
         if dataclasses.is_dataclass(inner) and not whole:
@@ -589,7 +591,10 @@ def _said(kind: type) -> dict[str, str]:
 
 # What values in a `run.json` are made of, beside numbers, texts and their like.
 _TYPES: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (sl.AxisRules, sl.Zero, sl.Precision, sl.Remat, sl.Exact)},
+    **{
+        kind.__name__: kind
+        for kind in (sl.AxisRules, sl.Zero, sl.Precision, sl.Remat, sl.Offload, sl.Exact)
+    },
     **{name: kind for name, kind in vars(sl.collectives).items() if isinstance(kind, type)},
     **{name: kind for name, kind in vars(sl.pipeline).items() if isinstance(kind, type)},
     "dtype": np.dtype,

@@ -54,6 +54,7 @@ from shardlib.step._evaluation import Evaluation as Evaluation
 from shardlib.step._evaluation import evaluation as evaluation
 from shardlib.step._init import init as init
 from shardlib.step._init import specs as specs
+from shardlib.step._offload import Offload as Offload
 from shardlib.step._precision import Precision as Precision
 from shardlib.step._state import State as State
 from shardlib.step._step import Step as Step

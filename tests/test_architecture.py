@@ -34,7 +34,7 @@ LAYERS = [
     ),
     (
         "tracing",
-        "_jaxpr _flops _row_gradients _lookup_forms _lookups _linearize _block_costs "
+        "_jaxpr _rows _flops _row_gradients _lookup_forms _lookups _linearize _block_costs "
         "_layer_policies _layer_runs _chain_scan _chain_loops _region",
     ),
     ("tracing", "_layer_uses _weight_values _bound_weights _stored_weights"),
@@ -69,13 +69,14 @@ LAYERS = [
     ("experts", "_routing _dispatch _moe_checks _moe"),
     (
         "step",
-        "_scopes _precision _exchange _strategy _batches _layer_order _state _init_checks _init",
+        "_scopes _precision _offload _exchange _strategy _batches _layer_order _state _init_checks _init",
     ),
     ("step", "_saved_errors _describe _varying _examples _example_rules _example_moves _coupled"),
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),
     (
         "step",
-        "_remat_budget _gradient _optimizer_update _step_calls _compiler_options _step _evaluation",
+        "_remat_budget _gradient _streamed_update _optimizer_update _step_calls _compiler_options "
+        "_step _evaluation",
     ),
     ("train", "_contents _folder _checkpoint_failures _checkpoint_folders _checkpoint_reading"),
     ("train", "_checkpoint _nonfinite _sinks _speed _loop_options _run_steps _run _loop"),

@@ -38,7 +38,7 @@ from shardlib.planning._lower import check_traceable, lower
 from shardlib.planning._prices import Price, prices
 from shardlib.planning._report import report
 from shardlib.step._pipelined import check_branches
-from shardlib.step._state import State, state_specs
+from shardlib.step._state import State, state_shardings
 from shardlib.step._step import Step
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._flops import Flops
@@ -387,13 +387,12 @@ def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, S
         step = Step(step.loss_fn, strategy)
         layout = dataclasses.replace(state.layout, strategy=strategy)
         state = dataclasses.replace(state, layout=layout)
+
     # Only shapes and shardings are needed, whatever the state was.
-    mesh, specs = strategy.device_mesh, state_specs(state)
+    def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def abstract(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    return step, jax.tree.map(abstract, state, specs)
+    return step, jax.tree.map(abstract, state, state_shardings(state))
 
 
 def _is_of(strategy: Strategy, target: Target) -> bool:

@@ -16,6 +16,7 @@ from shardlib.machine._mesh import format_mesh
 from shardlib.modeling._flax import Names
 from shardlib.modeling._random import is_key
 from shardlib.step._layer_order import orders
+from shardlib.step._offload import HOST
 from shardlib.step._state import State, combine
 
 
@@ -160,6 +161,10 @@ def _bytes_by_kind(state: State) -> dict[str, int]:
     if state.errors:
         sizes["errors"] = _total_per_device(state.errors)
     sizes["other state"] = _total_per_device((state.rest, state.streams))
+    leaves = jax.tree.leaves((state.params, state.frozen, state.opt_state))
+    on_host = [leaf for leaf in leaves if leaf.sharding.memory_kind == HOST]
+    if on_host:
+        sizes["of these in the host's memory"] = _total_per_device(on_host)
     return sizes
 
 

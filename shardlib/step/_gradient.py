@@ -240,7 +240,10 @@ class GradientFunction:
                 inputs.errors,
                 sender,
             )
-        values = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient.values, inputs.params)
+        values = gradient.values
+        # An update that takes some rows at a time casts these only.
+        if self.strategy.offloaded is None:
+            values = jax.tree.map(lambda g, p: g.astype(p.dtype), values, inputs.params)
         metrics |= {"weight": weight, **nonfinite_metrics(nonfinite)}
         gradient = gradient._replace(values=values)
         return BatchGradient(gradient, accumulated.streams, accumulated.rest, metrics)

@@ -49,7 +49,7 @@ from shardlib.step._init_checks import (
 )
 from shardlib.step._layer_order import check_layers, check_state, place_layers
 from shardlib.step._precision import check_patterns
-from shardlib.step._state import Layout, State, combine, drop_weak_types, state_specs
+from shardlib.step._state import Layout, State, combine, drop_weak_types, state_shardings
 from shardlib.step._strategy import Strategy
 
 
@@ -91,8 +91,7 @@ def init(
     with strategy.scope():
         shapes = jax.eval_shape(build)
         layout = _checked_layout(shapes, build.first_trace, strategy)
-        specs = state_specs(State(*shapes, layout=layout))
-        shardings = _shardings_of(specs, strategy.device_mesh)
+        shardings = _fields_of(state_shardings(State(*shapes, layout=layout)))
         if abstract:
             # The shapes and shardings that the arrays would have: a step compiles for them alike.
             leaves = jax.tree.map(_with_sharding, shapes, shardings)
@@ -118,15 +117,9 @@ def _check_arguments(make_model: Any, optimizer: Any, strategy: Any) -> None:
     check.kind("init", "strategy", strategy, Strategy, "a `sl.Strategy`")
 
 
-def _shardings_of(specs: State, mesh: Mesh) -> tuple[Any, ...]:
-    """The shardings of a state's fields, in the order in which they are given to `State`."""
-    shardings = []
-    for field in fields(State):
-        if field.name == "layout":
-            continue
-        tree = getattr(specs, field.name)
-        shardings.append(jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree))
-    return tuple(shardings)
+def _fields_of(state: State) -> tuple[Any, ...]:
+    """The fields of a state in the order in which they are given to `State`, but its layout."""
+    return tuple(getattr(state, each.name) for each in fields(State) if each.name != "layout")
 
 
 def _with_sharding(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

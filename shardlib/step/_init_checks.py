@@ -67,6 +67,12 @@ def check_sender(optimizer: Any, strategy: Strategy) -> None:
     """Refuse an optimizer that needs workers' own gradients where it would be given others."""
     if not isinstance(optimizer, Local):
         return
+    if strategy.offloaded is not None:
+        raise ValueError(
+            f"`Strategy(offload={strategy.offload!r})`: the optimizer makes what it sends of its "
+            "state, on the device, so that all of it would be copied there in every step. Leave "
+            "`offload` out, or use an optimizer of averaged gradients, `optax.adamw`."
+        )
     if not strategy.exchange.axes:
         raise ValueError(
             "The optimizer makes what it sends of each worker's own gradient, and "

@@ -6,6 +6,7 @@ it.
 """
 
 import inspect
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -13,10 +14,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardlib._tree import named_leaves
+from shardlib.layouts._rules import as_tuple, parts_over
 from shardlib.optimizers._local import Local
 from shardlib.step._exchange import Gradient
+from shardlib.step._offload import is_on_host
 from shardlib.step._state import State
 from shardlib.step._strategy import Strategy
+from shardlib.step._streamed_update import Owner, streamed_update
 
 
 class Update(NamedTuple):
@@ -55,17 +60,69 @@ def update_of(
             lambda parameter: bool(strategy.exchange.over(parameter.exchanged)), trained
         )
         metrics["compressed"] = optimizer.sends(state.opt_state)
-    values = _clipped(gradient.values, norm, state.params, strategy, extra, metrics)
-    updates, opt_state = _updated(optimizer, values, state.opt_state, state.params, loss, extra)
-    # The sum has the dtype of the parameters, whatever that of the updates is.
-    params = optax.apply_updates(state.params, updates)
-    if strategy.skips:
-        before = state.params, state.opt_state
-        params, opt_state = _where(all_finite, (params, opt_state), before)
+
+    def moved(params: Any, opt_state: Any, values: Any, scalars: Any) -> tuple[Any, Any, Any]:
+        norm, all_finite, loss = scalars
+        values = jax.tree.map(lambda g, p: g.astype(p.dtype), values, params)
+        values = _clipped(values, norm, params, strategy, extra, metrics)
+        updates, new_state = _updated(optimizer, values, opt_state, params, loss, extra)
+        # The sum has the dtype of the parameters, whatever that of the updates is.
+        new_params = optax.apply_updates(params, updates)
+        if strategy.skips:
+            before = params, opt_state
+            new_params, new_state = _where(all_finite, (new_params, new_state), before)
+        return new_params, new_state, ()
+
+    arguments = state.params, state.opt_state, gradient.values, (norm, all_finite, loss)
+    if strategy.offloaded is None:
+        params, opt_state, _ = moved(*arguments)
+    else:
+        params, opt_state, _ = streamed_update(moved, *arguments, _owners(state, trained))
     # Errors are not skipped by choice: what is left over of a gradient that is not finite would be
     # added to every gradient after it.
     errors = _where(all_finite, gradient.errors, state.errors)
     return Update(params, opt_state, errors, 1 - all_finite.astype(jnp.int32), metrics)
+
+
+def _owners(state: State, trained: Any) -> list[Owner]:
+    """The parameters that have arrays in the host's memory, with what is updated along with them.
+
+    Args:
+        state: the state, traced.
+        trained: a `StepParameter` for each trained parameter.
+    """
+    relations = dict(state.layout.relations)
+    arrays = [*jax.tree.leaves(state.params), *jax.tree.leaves(state.opt_state)]
+    parameters = jax.tree.leaves(trained)
+    positions: dict[str, list[int]] = {}
+    for position, parameter in enumerate(parameters):
+        positions[parameter.path] = [position]
+    for number, (path, _) in enumerate(named_leaves(state.opt_state)):
+        relation = relations[path]
+        if relation.kind == "same":
+            positions[str(relation.parameter)].append(len(parameters) + number)
+    owners = []
+    for position, parameter in enumerate(parameters):
+        updated = positions[parameter.path]
+        if any(is_on_host(arrays[at]) for at in updated):
+            owners.append(_owner(parameter, position, updated))
+    return owners
+
+
+def _owner(parameter: Any, position: int, updated: list[int]) -> Owner:
+    """A parameter as the streamed update takes it."""
+    mesh = parameter.strategy.device_mesh.shape
+    spec = parameter.split.spec
+    entries = [*spec, *[None] * (len(parameter.shape) - len(spec))]
+    parts = [parts_over(mesh, as_tuple(entry)) for entry in entries]
+    return Owner(
+        parameter.path,
+        parameter.shape,
+        shards=math.prod(parts),
+        whole_dims=tuple(dim for dim, number in enumerate(parts) if number == 1),
+        position=position,
+        positions=tuple(updated),
+    )
 
 
 def _clipped(

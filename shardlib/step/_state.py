@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib._tree import named_leaves
+from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arrays as check_arrays
 from shardlib.collectives._exact import Parameter
 from shardlib.collectives._zero import Split, split_further
@@ -19,6 +19,12 @@ from shardlib.modeling._flax import Definition, Names
 from shardlib.modeling._random import is_key
 from shardlib.step._exchange import ErrorsByPath, pieces
 from shardlib.step._layer_order import place_layers, reordered
+from shardlib.step._offload import (
+    HOST,
+    parameters_on_host,
+    state_on_host,
+    to_device,
+)
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._region import StoredWeight
 
@@ -150,9 +156,11 @@ class State:
         Use it under `strategy.scope()`. Its layers are in the model's own order.
         """
         state = reordered(self, natural=True)
-        return self.layout.definition.merge(
-            combine(state.params, state.frozen), state.streams, state.rest
-        )
+        parameters = combine(state.params, state.frozen)
+        if self.layout.strategy.offloaded is not None:
+            # A model computes with its parameters, which only a device can.
+            parameters = jax.tree.map(to_device, parameters)
+        return self.layout.definition.merge(parameters, state.streams, state.rest)
 
     def with_weights(self, weights: Any) -> "State":
         """The state with these parameters, cast and sharded as its own.
@@ -232,6 +240,37 @@ def state_specs(state: State) -> State:
         key=whole,
         nonfinite=whole,
         layout=layout,
+    )
+
+
+def state_shardings(state: State) -> State:
+    """The shardings of a state, from only its layout and shapes, on the mesh of its strategy.
+
+    They are its specs, and the memory in which each array is.
+    """
+    layout = state.layout
+    strategy = layout.strategy
+    small, splits = strategy.sharding.small, layout.splits(combine(state.params, state.frozen))
+    parameters = parameters_on_host(strategy.offloaded, splits, small)
+    relations = dict(layout.relations)
+    opt_state = state_on_host(strategy.offloaded, splits, small, relations)
+
+    def sharding(spec: PartitionSpec, on_host: bool = False) -> NamedSharding:
+        memory = HOST if on_host else None
+        return NamedSharding(strategy.device_mesh, spec, memory_kind=memory)
+
+    def of_parameter(path: str, spec: PartitionSpec) -> NamedSharding:
+        return sharding(spec, path in parameters)
+
+    def of_state(path: str, spec: PartitionSpec) -> NamedSharding:
+        return sharding(spec, path in opt_state)
+
+    specs = state_specs(state)
+    on_device = jax.tree.map(sharding, specs)
+    return on_device.replaced(
+        params=map_named(of_parameter, specs.params),
+        frozen=map_named(of_parameter, specs.frozen),
+        opt_state=map_named(of_state, specs.opt_state),
     )
 
 

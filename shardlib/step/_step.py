@@ -41,7 +41,7 @@ from shardlib.step._optimizer_update import update_of
 from shardlib.step._pipelined import Programs
 from shardlib.step._remat_budget import FittedRemat, fit_remat, loops_of
 from shardlib.step._scopes import OPTIMIZER
-from shardlib.step._state import Layout, State, drop_weak_types, state_specs
+from shardlib.step._state import Layout, State, drop_weak_types, state_shardings, state_specs
 from shardlib.step._step_calls import (
     check_call,
     check_compiles,
@@ -231,8 +231,7 @@ class Step:
         if layout not in self._jitted_by_layout:
             check_layout(layout, self.strategy)
             mesh = self.strategy.device_mesh
-            specs = state_specs(state)
-            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+            shardings = state_shardings(state)
             self._jitted_by_layout[layout] = jax.jit(
                 self._run,
                 in_shardings=(shardings, batch_sharding(self.strategy)),

@@ -39,6 +39,7 @@ from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
 from shardlib.machine._portable_mesh import PortableMesh
 from shardlib.pipeline._schedule_checks import check_is_schedule, check_stage_axis, check_table
 from shardlib.pipeline.schedules._schedule import Schedule
+from shardlib.step._offload import Offload, resolve_offload
 from shardlib.step._precision import Precision, resolve_precision
 
 # The count of microbatches is an int32 in the compiled step.
@@ -76,6 +77,8 @@ class Strategy:
       same of all blocks. `Remat.budget("14GiB")` keeps what fits.
       `"stage"`, under a pipeline, keeps only what was sent to each stage, and, while a stage is
       recomputed, only the inputs of its blocks.
+    - `offload`: what stays in the memory of the host while it is not used: `"optimizer"`, its
+      state; `"parameters"`; `"all"`, both; or an `Offload`.
     - `exchange`: what happens to gradients between devices: `sl.Exact()`, or over some of the axes
       of data what `sl.collectives` has, `sl.collectives.OneBit("pod")`.
     - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`: the axis
@@ -107,6 +110,7 @@ class Strategy:
     frozen: tuple[str, ...] = ()
     nonfinite: Literal["skip", "count"] = "skip"
     remat: str | Remat | RematLayers | RematBudget = "none"
+    offload: str | Offload | None = None
     exchange: Exchange = field(default_factory=Exact)
     manual: tuple[str, ...] | None = None
     pipeline: Schedule | None = None
@@ -123,6 +127,7 @@ class Strategy:
         self._check_manual()
         resolve_precision(self.precision)
         self._check_exchange(axes)
+        self._check_offload()
         if self.pipeline is not None:
             self._check_pipeline(axes)
         elif self.remat == "stage":
@@ -163,6 +168,7 @@ class Strategy:
         check.choice("Strategy", "nonfinite", self.nonfinite, ("skip", "count"))
         check.choice("Strategy", "draws", self.draws, ("same", "by_mesh"))
         checked_remat("Strategy", "remat", self.remat)
+        resolve_offload(self.offload)
         hide = check.boolean("Strategy", "hide_collectives", self.hide_collectives)
         clip = self.clip
         if clip is not None and not isinstance(clip, optax.GradientTransformation):
@@ -247,6 +253,24 @@ class Strategy:
                 "it in every step, in more bytes than are saved. Leave `zero` out; or exchange "
                 'over some of the axes, those of the slow network say: `mesh="pod=4,data=8"`, with '
                 '`exchange=...(axis="pod")`.'
+            )
+
+    def _check_offload(self) -> None:
+        """Refuse parameters in the host's memory with what holds them whole."""
+        if self.offloaded is None or not self.offloaded.parameters:
+            return
+        shown = f"`Strategy(offload={self.offload!r}"
+        if self.pipeline is not None:
+            raise ValueError(
+                f"{shown}, pipeline=...)`: each stage uses its layers in every tick, so that they "
+                "would be copied from the host as often. Leave them on the device: "
+                '`offload="optimizer"`.'
+            )
+        if isinstance(self.exchange, Exact) and self.exchange.overlap:
+            raise ValueError(
+                f"{shown}, exchange={self.exchange})`: what is copied from the host where it is "
+                "used is not exchanged in the backward pass. Use `zero=3`, which scatters "
+                'gradients there, without `overlap`, or `offload="optimizer"`.'
             )
 
     def _why_no_gradients_along(self, axis: str, axes: Mapping[str, int]) -> str:
@@ -367,6 +391,11 @@ class Strategy:
                 others[name] = list(axes)
         used_elsewhere = AxisRules(others).axes
         return axes_without(self.rules.batch_axes, used_elsewhere)
+
+    @property
+    def offloaded(self) -> Offload | None:
+        """The `Offload` that `offload` stands for."""
+        return resolve_offload(self.offload)
 
     @property
     def skips(self) -> bool:

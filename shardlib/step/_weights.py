@@ -32,6 +32,7 @@ from shardlib.layouts._rules import (
     parts_over,
     spec_axes,
 )
+from shardlib.step._offload import copied_in_parts, parameters_on_host, to_device
 from shardlib.step._precision import cast
 from shardlib.step._scopes import EXCHANGE, GATHER
 from shardlib.step._state import combine
@@ -66,7 +67,13 @@ class StepParameter:
     @property
     def gathered_on_use(self) -> bool:
         """Whether it is made whole only where it is used."""
-        return self._is_split and self.strategy.sharding.stage == 3
+        return self.on_host or (self._is_split and self.strategy.sharding.stage == 3)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is stored in the memory of the host."""
+        small = self.strategy.sharding.small
+        return bool(parameters_on_host(self.strategy.offloaded, {self.path: self.split}, small))
 
     @property
     def scattered(self) -> bool:
@@ -151,7 +158,7 @@ class StepParameter:
         )
         if self.gathered_on_use:
             group = self.strategy.sharding.group(self.path)
-            weight = replace(weight, whole=self._gathered, group=group)
+            weight = replace(weight, whole=self._made_whole, group=group)
         if not self.frozen:
             weight = replace(weight, reduced=reduced)
         return weight
@@ -172,12 +179,15 @@ class StepParameter:
         return cast(stored, self._compute)
 
     def gradient_anchor(self, stored: jax.Array) -> jax.Array:
-        """Zeros like its reduced gradient, with respect to which the derivative is taken."""
-        return jnp.zeros(stored.shape, self.exchanged.reduce)
+        """Zeros like its gradient, with respect to which the derivative is taken."""
+        if self.scattered or self.overlapped:
+            return jnp.zeros(stored.shape, self.exchanged.reduce)
+        # It is exchanged after the backward pass, as the model's own gradient.
+        return jnp.zeros(self.whole.shape, self._compute)
 
-    def empty_sums(self, stored: jax.Array, whole: jax.Array) -> jax.Array:
+    def empty_sums(self, stored: jax.Array) -> jax.Array:
         """The sum of no gradients: sharded if gradients are scattered, else the device's own."""
-        shape = whole.shape
+        shape = self.whole.shape
         if self.scattered:
             shape = stored.shape
         return self._laid_out(jnp.zeros(shape, self._accumulated_dtype), 0)
@@ -233,6 +243,25 @@ class StepParameter:
     def _compute(self) -> Any:
         """The dtype in which the model gets it."""
         return self.strategy.dtypes.of(self.path, self.dtype)
+
+    def _made_whole(self, stored: jax.Array, consumed_dims: int) -> jax.Array:
+        """The whole parameter, or one layer of it, where it is used."""
+        with jax.named_scope(GATHER):
+            if self.on_host and consumed_dims == 0:
+                stored = copied_in_parts(stored, self._compute, self._copied_dim)
+            else:
+                stored = to_device(stored)
+        if self.split.dim is None:
+            return cast(stored, self._compute)
+        return self._gathered(stored, consumed_dims)
+
+    @property
+    def _copied_dim(self) -> int:
+        """The dim along which it is copied in parts: the first that no automatic axis splits."""
+        for dim, entry in enumerate(self.split.spec):
+            if not axes_without(as_tuple(entry), self.strategy.manual_axes):
+                return dim
+        return min(len(self.split.spec), len(self.shape) - 1)
 
     def _gathered(self, stored: jax.Array, consumed_dims: int) -> jax.Array:
         """The whole parameter, or one layer of it, from the shards of all devices."""
@@ -322,7 +351,7 @@ class _Trained:
     def start_sums(self) -> None:
         """Make what microbatches add up in, a reference: all of them add to the same memory."""
         if self.parameter.strategy.accumulate > 1:
-            self.sums = jax.new_ref(self.parameter.empty_sums(self.stored, self.held))
+            self.sums = jax.new_ref(self.parameter.empty_sums(self.stored))
 
     def differentiated(self, weight: Weight | None) -> Any:
         """The array with respect to which the derivative is taken.

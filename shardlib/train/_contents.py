@@ -21,6 +21,7 @@ from jax import lax
 
 from shardlib._tree import named_leaves
 from shardlib.modeling._random import is_key, scrambled
+from shardlib.step._offload import to_device
 from shardlib.step._state import State
 
 # Odd factors of an element's index along even and odd dims, which tell positions apart.
@@ -30,7 +31,7 @@ _POSITION_FACTORS = (0x9E3779B1, 0x85EBCA77)
 @jax.jit
 def _digests(arrays: list[jax.Array]) -> jax.Array:
     """A digest of 32 bits for each array, in a vector."""
-    return jnp.stack([_digest(x) for x in arrays])
+    return jnp.stack([_digest(to_device(x)) for x in arrays])
 
 
 def _digest(x: jax.Array) -> jax.Array:

@@ -1,0 +1,148 @@
+"""What of a state stays in the memory of the host, and which arrays that are.
+
+Arrays in the host's memory are arguments and results of the step like all others, with another
+memory kind in their shardings. JAX keeps it in their types, so that nothing computes with an array
+of the host by accident: it has to be copied first, see `_streamed_update` and `_weights`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.checks import _arguments as check
+from shardlib.collectives._zero import Split
+from shardlib.layouts._relate import Relation
+
+HOST = "pinned_host"
+"""What JAX calls the memory of the host that devices copy from and to by themselves."""
+
+# Arrays of so many bytes are copied at a time: enough for a copy to run at full speed.
+BYTES_AT_A_TIME = 2**27
+
+WORDS = ("optimizer", "parameters", "all")
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What of a state stays in the memory of the host while it is not used.
+
+    - `optimizer`: the optimizer's state, as far as it follows parameters. A step copies some rows
+      of it to the device, updates them, and copies them back.
+    - `parameters`: the parameters, as they are stored. A layer is copied to the device where it is
+      used, and gathered there as in ZeRO's stage 3, and a part of them for each part of the update.
+
+    What is small, by the same bound as for ZeRO (`Zero(small=...)`), stays on the device, and so do
+    gradients.
+
+    >>> Offload(parameters=True)
+    Offload(optimizer=True, parameters=True)
+    """
+
+    optimizer: bool = True
+    parameters: bool = False
+
+    def __post_init__(self) -> None:
+        optimizer = check.boolean("Offload", "optimizer", self.optimizer)
+        parameters = check.boolean("Offload", "parameters", self.parameters)
+        if not optimizer and not parameters:
+            raise ValueError(
+                "`Offload(optimizer=False, parameters=False)` leaves everything on the device: "
+                "leave `Strategy(offload=...)` out, or choose one."
+            )
+        check.assign(self, optimizer=optimizer, parameters=parameters)
+
+
+def resolve_offload(value: Any) -> Offload | None:
+    """The `Offload` that `Strategy(offload=...)` stands for; None where nothing is offloaded."""
+    if value is None or isinstance(value, Offload):
+        return value
+    match value:
+        case "optimizer":
+            return Offload()
+        case "parameters":
+            return Offload(optimizer=False, parameters=True)
+        case "all":
+            return Offload(parameters=True)
+    words = ", ".join(map(repr, WORDS))
+    takes = f"{words}, or a `sl.Offload`, such as `sl.Offload(parameters=True)`"
+    raise check.refusal("Strategy", "offload", value, takes)
+
+
+def parameters_on_host(
+    offload: Offload | None, splits: Mapping[str, Split], small: int
+) -> frozenset[str]:
+    """The paths of the parameters that are stored in the host's memory.
+
+    `splits` is how each parameter is stored, and `small` the elements up to which one stays.
+    """
+    if offload is None or not offload.parameters:
+        return frozenset()
+    return frozenset(path for path, split in splits.items() if split.layer > small)
+
+
+def state_on_host(
+    offload: Offload | None,
+    splits: Mapping[str, Split],
+    small: int,
+    relations: Mapping[str, Relation],
+) -> frozenset[str]:
+    """The paths of the optimizer's arrays that are stored in the host's memory.
+
+    Those are the arrays that have every dim of a parameter that is not small.
+    """
+    if offload is None or not offload.optimizer:
+        return frozenset()
+    paths = set()
+    for path, relation in relations.items():
+        if relation.kind == "same" and splits[str(relation.parameter)].layer > small:
+            paths.add(path)
+    return frozenset(paths)
+
+
+def is_on_host(array: Any) -> bool:
+    """Whether a traced array is in the host's memory, by its type."""
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def to_device(array: Any) -> Any:
+    """The same array in the device's memory."""
+    if not is_on_host(array):
+        return array
+    return jax.device_put(array, jax.memory.Space.Device)
+
+
+def to_host(array: Any) -> jax.Array:
+    """The same array in the host's memory."""
+    return jax.device_put(array, jax.memory.Space.Host)
+
+
+def copied_in_parts(array: Any, dtype: Any, dim: int) -> jax.Array:
+    """The same array in the device's memory and in another dtype, copied in parts of a dim.
+
+    So the device has only a part of it in the dtype in which the host has it. And XLA takes two
+    copies of a whole array, if a loop writes to that later, for the array itself, and fails.
+    """
+    total = array.shape[dim]
+    count = fewest_parts(total, array.size * array.dtype.itemsize)
+    size = total // count
+
+    def part(number: Any, copied: jax.Array) -> jax.Array:
+        start = number * size
+        rows = to_device(lax.dynamic_slice_in_dim(array, start, size, dim))
+        return lax.dynamic_update_slice_in_dim(copied, rows.astype(dtype), start, dim)
+
+    return lax.fori_loop(0, count, part, jnp.zeros(array.shape, dtype))
+
+
+def fewest_parts(total: int, size: int) -> int:
+    """Into how many equal parts to divide rows of `size` bytes in all: several, if there are.
+
+    >>> fewest_parts(40, 1000), fewest_parts(40, 2**30), fewest_parts(1, 2**30)
+    (2, 8, 1)
+    """
+    wanted = max(2, -(-size // BYTES_AT_A_TIME))
+    return next((parts for parts in range(wanted, total) if total % parts == 0), total)
