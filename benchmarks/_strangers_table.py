@@ -157,6 +157,8 @@ CALLS: tuple[Call, ...] = (
     _call("sl.Remat.drop", "'scores'"),
     _call("sl.Remat.save", "'context'"),
     _call("sl.Remat.every", "4"),
+    _call("sl.Remat.layers", "(8, 'none')", rest="'full'", also={"rest": _OPTIONAL}),
+    _call("sl.Remat.budget", "'14GiB'"),
     _call("sl.Remat.sublinear"),
     _call("sl.Remat.slots", "4"),
     _call("sl.checkpoint_name", "ones(4)", "'context'"),

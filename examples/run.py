@@ -514,14 +514,17 @@ def _is_count(text: str) -> bool:
     return text.isdecimal() and len(text) < 10
 
 
-def _remat(text: str) -> str | sl.Remat:
-    """A word, names of activations, or a chain: `full`, `context|mlp_up`, `every:4`, `slots:4`.
+def _remat(text: str) -> Any:
+    """A word, names of activations, a chain or a budget: `full`, `context|mlp_up`, `every:4`,
+    `slots:4`, `budget:14GiB`.
 
     A name that no activation has is refused by the step, which knows them.
     """
     if text in REMATS:
         return text
     name, colon, number = text.partition(":")
+    if name == "budget":
+        return sl.Remat.budget(number)
     if colon:
         chains = {"every": sl.Remat.every, "slots": sl.Remat.slots}
         if name not in chains or not _is_count(number):
@@ -553,12 +556,9 @@ def _exchange(text: str) -> sl.Exchange:
 def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        whole = (
-            isinstance(
-                inner, sl.AxisRules | sl.Precision | sl.Remat | sl.Offload | sl.Zero | sl.Exchange
-            )
-            or field.name == "pipeline"
-        )
+        whole = isinstance(
+            inner, sl.AxisRules | sl.Precision | sl.Remat | sl.Offload | sl.Zero | sl.Exchange
+        ) or field.name in ("pipeline", "remat")
         if dataclasses.is_dataclass(inner) and not whole:
             yield from _fields(inner, f"{prefix}{field.name}.")
         else:
@@ -594,6 +594,16 @@ _TYPES: dict[str, Any] = {
     **{
         kind.__name__: kind
         for kind in (sl.AxisRules, sl.Zero, sl.Precision, sl.Remat, sl.Offload, sl.Exact)
+    },
+    # What else blocks may keep: `Remat` makes these.
+    **{
+        type(made).__name__: type(made)
+        for made in (
+            sl.Remat.every(1).chain,
+            sl.Remat.slots(1).chain,
+            sl.Remat.layers((1, "none")),
+            sl.Remat.budget(1),
+        )
     },
     **{name: kind for name, kind in vars(sl.collectives).items() if isinstance(kind, type)},
     **{name: kind for name, kind in vars(sl.pipeline).items() if isinstance(kind, type)},

@@ -305,10 +305,12 @@ def test_run_json_restores_the_same_run(config, changes, tmp_path):
         "frozen": ("a.*", "b"),
         "precision": sl.Precision("bf16", keep=(".*norm.*",)),
     }
-    for one in (
-        run,
-        dataclasses.replace(run, strategy=dataclasses.replace(run.strategy, **values)),
-    ):
+    # What blocks keep is made of values of their own; a pipeline takes none of these.
+    kept = [sl.Remat.slots(3), sl.Remat.layers((1, "none"), rest="full"), sl.Remat.budget("14GiB")]
+    strategies = [run.strategy, dataclasses.replace(run.strategy, **values)]
+    if run.strategy.pipeline is None:
+        strategies += [dataclasses.replace(run.strategy, remat=one) for one in kept]
+    for one in [dataclasses.replace(run, strategy=strategy) for strategy in strategies]:
         path = tmp_path / "run.json"
         path.write_text(json.dumps({**one.lines(), "train": "aa", "held out": "bb"}))
         again = from_command_line([str(path), "--loop.steps", "7"])
@@ -382,6 +384,7 @@ def test_command_line_overrides_fields_by_dotted_names():
         ("context | mlp_up", sl.Remat.save("context", "mlp_up")),
         ("sublinear", "sublinear"),
         ("every:4", sl.Remat.every(4)),
+        ("budget:14GiB", sl.Remat.budget("14GiB")),
         ("slots:3", sl.Remat.slots(3)),
     ):
         run = from_command_line(["tiny", "--strategy.remat", text])

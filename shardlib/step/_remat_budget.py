@@ -28,7 +28,7 @@ from shardlib.tracing._jaxpr import held_functions, is_block, open_jaxpr
 # So many programs are compiled at most, and none after one that fills this share of the budget.
 _MOST_PROGRAMS = 6
 _FULL = 0.97
-# What is aimed at: the middle of what counts as full.
+# What is aimed at once a program was too large: the middle of what counts as full.
 _AIM = 0.985
 
 
@@ -150,7 +150,9 @@ def _next_limit(tried: list[Tried], budget: int) -> float:
     """
     low = max((one for one in tried if one.peak <= budget), key=lambda one: one.estimate)
     too_large = [one for one in tried if one.peak > budget]
+    aim = 1.0
     if too_large:
+        aim = _AIM
         high = min(too_large, key=lambda one: one.estimate)
         slope = (high.peak - low.peak) / max(1, high.estimate - low.estimate)
     else:
@@ -160,7 +162,7 @@ def _next_limit(tried: list[Tried], budget: int) -> float:
     # What takes nothing may grow without bounds.
     if slope <= 0:
         return float("inf")
-    return low.estimate + max(0.0, _AIM * budget - low.peak) / slope
+    return low.estimate + max(0.0, aim * budget - low.peak) / slope
 
 
 def _say(tried: Tried, budget: int) -> None:
@@ -204,33 +206,50 @@ class _Layers:
         they are traced, and its operations.
         """
         columns = [(kind, choice) for kind, of in enumerate(self.choices) for choice in of]
-        sizes = np.array([choice.size for _, choice in columns], float)
-        flops = np.array([choice.flops for _, choice in columns], float)
-        rows = np.zeros((len(self.choices), len(columns)))
-        for place, (kind, _) in enumerate(columns):
-            rows[kind, place] = 1
-        counts: Any = self.counts
-        constraints = [LinearConstraint(rows, counts, counts)]
+        count = len(columns)
+        sizes = np.array([choice.size for _, choice in columns])
+        flops = np.array([choice.flops for _, choice in columns])
+        # First how many layers have each choice, then whether any has it.
+        costs = np.concatenate([flops / max(1, flops.max()), np.zeros(count)])
+        most = np.array([self.counts[kind] for kind, _ in columns])
+        room = np.concatenate([sizes, np.zeros(count)])
+        constraints = [self._all_chosen(columns), *self._none_alone(most)]
         if np.isfinite(limit):
-            constraints.append(LinearConstraint(sizes[None], -np.inf, limit))
+            constraints.append(LinearConstraint(room[None], -np.inf, limit))
         solution = milp(
-            flops / max(1.0, flops.max()),
-            integrality=np.ones(len(columns)),
-            bounds=Bounds(0, np.inf),
+            costs,
+            integrality=np.ones(2 * count),
+            bounds=Bounds(0, np.concatenate([most, np.ones(count)])),
             constraints=constraints,
             options={"mip_rel_gap": 0.0},
         )
         assert solution.success, solution.message
-        numbers = np.rint(solution.x).astype(int)
-        chosen: list[list[Choice]] = []
-        for kind in range(len(self.choices)):
-            of_kind = [place for place, (of, _) in enumerate(columns) if of == kind]
-            numbers[of_kind] = _without_lone_layers(numbers[of_kind])
-            layers: list[Choice] = []
-            for place in of_kind:
-                layers += [columns[place][1]] * numbers[place]
-            chosen.append(layers)
+        numbers = np.rint(solution.x[:count]).astype(int)
+        chosen: list[list[Choice]] = [[] for _ in self.choices]
+        for (kind, choice), number in zip(columns, numbers, strict=True):
+            chosen[kind] += [choice] * number
         return self._value(chosen), int(numbers @ sizes), int(numbers @ flops)
+
+    def _all_chosen(self, columns: Sequence[tuple[int, Choice]]) -> LinearConstraint:
+        """That every layer has one of the choices for its kind."""
+        rows = np.zeros((len(self.choices), 2 * len(columns)))
+        for place, (kind, _) in enumerate(columns):
+            rows[kind, place] = 1
+        counts: Any = self.counts
+        return LinearConstraint(rows, counts, counts)
+
+    def _none_alone(self, most: Any) -> list[LinearConstraint]:
+        """That no choice has one layer alone, where there are more.
+
+        A loop of one turn is no loop to XLA, which then orders its operations among all others, and
+        keeps more at a time.
+        """
+        each = np.eye(len(most))
+        least = np.minimum(most, 2)
+        return [
+            LinearConstraint(np.hstack([each, -least * each]), 0, np.inf),
+            LinearConstraint(np.hstack([each, -most * each]), -np.inf, 0),
+        ]
 
     def _value(self, chosen: list[list[Choice]]) -> Remat | RematLayers:
         """The value that gives the blocks of each kind their choices, the largest ones last.
@@ -248,23 +267,3 @@ class _Layers:
             return values[0]
         runs = [(len(list(run)), value) for value, run in itertools.groupby(values)]
         return RematLayers(tuple(runs))
-
-
-def _without_lone_layers(numbers: Any) -> Any:
-    """How many layers have each choice, the smallest first, so that no choice has one layer alone.
-
-    A loop of one turn is no loop to XLA, which then orders its operations among all others, and
-    keeps more at a time. So a layer takes a smaller choice than it might, to be one of two.
-    """
-    numbers = numbers.copy()
-    used = [place for place, number in enumerate(numbers) if number]
-    for position, place in enumerate(used[:-1]):
-        for larger in used[position + 1 :]:
-            if numbers[place] == 1 and numbers[larger]:
-                numbers[larger] -= 1
-                numbers[place] += 1
-    used = [place for place in used if numbers[place]]
-    if len(used) > 1 and numbers[used[-1]] == 1:
-        numbers[used[-1]] -= 1
-        numbers[used[-2]] += 1
-    return numbers

@@ -175,9 +175,10 @@ class Step:
         plain = self._with_remat(Remat())
         plain.trace(state, batch)
         loops = loops_of(plain._used.losses[-1].jaxpr)
+        platform = self.strategy.device_mesh.devices.flat[0].platform
 
         def peak_of(remat: Any) -> int:
-            return peak_bytes(self._with_remat(remat).lower(state, batch).compile())
+            return peak_bytes(self._with_remat(remat).lower(state, batch).compile(), platform)
 
         budget = self.strategy.remat
         assert isinstance(budget, RematBudget)

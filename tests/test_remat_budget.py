@@ -1,0 +1,325 @@
+"""Layers that keep different things, and budgets of memory: the same numbers, and the best choice."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from machines import mesh_on
+
+import shardlib as sl
+from models import gpt
+from shardlib.step._remat_budget import fit_remat, loops_of
+from shardlib.tracing._block_costs import choices_of
+from shardlib.tracing._flops import flops_of
+from shardlib.tracing._jaxpr import every_equation, is_block
+from shardlib.tracing._layer_runs import Run, loop_in_runs
+
+ROWS, LENGTH, WIDTH, LAYERS = 16, 32, 64, 5
+CONFIG = gpt.tiny(
+    layers=LAYERS,
+    width=WIDTH,
+    heads=4,
+    context=LENGTH,
+    norm="rms",
+    mlp="swiglu",
+    bias=False,
+    positions="rotary",
+)
+BATCH = {
+    "tokens": np.random.default_rng(0).integers(0, CONFIG.vocab, (ROWS, LENGTH + 1), dtype=np.int32)
+}
+DATA = {"mesh": "data=8", "rules": sl.rules.data}
+FULL_ZERO = {"zero": sl.Zero(3, small=0)}
+MIXED = sl.Remat.layers((2, sl.Remat.save("context")), (1, "none"), rest="full")
+
+
+def stepped(**options):
+    """The loss of a step, and the parameters after it."""
+    strategy = sl.Strategy(**options)
+    state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
+    state, metrics = sl.train_step(gpt.loss, strategy)(state, BATCH)
+    return metrics["loss"], jax.tree.map(np.asarray, state.params)
+
+
+@functools.cache
+def plain():
+    return stepped(**DATA)
+
+
+@pytest.mark.long
+@pytest.mark.sentinel("stage 3")
+@pytest.mark.parametrize(
+    "options",
+    [
+        DATA,
+        DATA | {"accumulate": 2},
+        DATA | FULL_ZERO,
+        DATA | FULL_ZERO | {"accumulate": 2},
+        DATA | {"exchange": sl.Exact(overlap=True)},
+        {"mesh": "data=2,model=4", "rules": sl.rules.data | sl.rules.tensor_sequence} | FULL_ZERO,
+    ],
+    ids=["data", "microbatches", "stage 3", "stage 3 microbatches", "overlap", "tensor"],
+)
+def test_layers_that_keep_different_things_change_no_number(options):
+    loss, params = stepped(remat=MIXED, **options)
+    expected_loss, expected = plain()
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
+
+
+def body(constants, carry, layer):
+    """A layer with every kind of value: a number of it, a random key, a constant of all layers."""
+    (shift, step), (x, count), (w, key) = constants, carry, layer
+    h = sl.checkpoint_name(jnp.sin(x @ w + shift) * (1 + count), "h")
+    y = jnp.cos(h) + 0.1 * jax.random.normal(key, h.shape)
+    return (y, count + step), (jnp.sum(y), count)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forwards", "backwards"])
+def test_a_loop_in_runs_is_a_scan(reverse):
+    keys = jax.random.split(jax.random.key(1), LAYERS)
+    w = 0.5 * jax.random.normal(jax.random.key(0), (LAYERS, 8, 8))
+    x, shift = jnp.ones((3, 8)), jnp.linspace(0, 1, 8)
+    policies = jax.checkpoint_policies
+    every = [policies.everything_saveable, policies.save_only_these_names("h"), None]
+    runs = []
+    for stop, policy in zip((1, 3, LAYERS), every, strict=True):
+        runs.append(Run(stop, jax.checkpoint(body, policy=policy)))
+
+    def total(results):
+        (x, count), (sums, counts) = results
+        return jnp.sum(x**2) + jnp.sum(sums * jnp.arange(LAYERS)), (count, counts)
+
+    def in_runs(w, x, shift):
+        given = (shift, jnp.int32(2)), (x, jnp.int32(0)), (w, keys)
+        return total(loop_in_runs(runs, *given, reverse=reverse))
+
+    def scanned(w, x, shift):
+        step = functools.partial(body, (shift, 2))
+        return total(jax.lax.scan(step, (x, jnp.int32(0)), (w, keys), reverse=reverse))
+
+    for arguments in ((0, 1, 2), (0,)):
+        differentiated = [
+            jax.jit(jax.value_and_grad(f, arguments, has_aux=True)) for f in (in_runs, scanned)
+        ]
+        got, expected = [f(w, x, shift) for f in differentiated]
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize("where", ["in a loop", "one by one"])
+def test_blocks_are_counted_in_the_order_of_their_calls(where):
+    """So many products run again as the layers that keep none have."""
+
+    def loss(model, batch, rng):
+        def product(x, w):
+            return jnp.sin(sl.checkpoint_name(x @ w, "product"))
+
+        block, x = sl.remat(product), batch
+        if where == "in a loop":
+            x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, model["w"])
+        else:
+            for number in range(LAYERS):
+                x = block(x, model["w"][number])
+        return jnp.mean(x)
+
+    def products(remat):
+        strategy = sl.Strategy(remat=remat, **DATA)
+        make = lambda: {"w": jnp.ones((LAYERS, 8, 8))}
+        state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+        step = sl.train_step(loss, strategy)
+        return flops_of(step.trace(state, np.ones((16, 8), "f")).jaxpr).total
+
+    one = 2 * 16 * 8 * 8
+    kept = sl.Remat.save("product")
+    assert products("full") - products("none") == LAYERS * one
+    assert products(sl.Remat.layers((2, "full"), rest=kept)) - products(kept) == 2 * one
+    assert products(sl.Remat.layers((1, kept), (1, "full"), (3, "none"))) - products(kept) == one
+
+
+@pytest.mark.parametrize(
+    ("remat", "message"),
+    [
+        (sl.Remat.layers((4, "full")), "is for 4 blocks, and the loss calls 5"),
+        (sl.Remat.layers((6, "full"), rest="none"), "is for 6 blocks or more, and the loss"),
+        (sl.Remat.layers((1, sl.Remat.save("contxt")), rest="full"), "`contxt`, which no"),
+    ],
+    ids=["fewer", "more", "names"],
+)
+def test_layers_that_do_not_fit_the_model_are_refused(remat, message):
+    strategy = sl.Strategy(remat=remat, **DATA)
+    state = sl.init(
+        lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy, abstract=True
+    )
+    with pytest.raises(ValueError, match=message):
+        sl.train_step(gpt.loss, strategy).trace(state, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sl.Remat.layers((0, "full")), "a number of blocks"),
+        (lambda: sl.Remat.layers((1, "stage")), "what blocks keep"),
+        (lambda: sl.Remat.layers((1, "selective")), "drops no parts"),
+        (lambda: sl.Remat.layers((1, "sublinear")), "has no chain"),
+        (lambda: sl.Remat.layers(), "runs of blocks"),
+        (lambda: sl.Remat.budget("14 gigs"), '"14GiB"'),
+        (lambda: sl.Remat.budget(0), "bytes"),
+        (lambda: sl.remat(jnp.sin, sl.Remat.budget("1GiB")), "that is of all blocks"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_pipeline_refuses_layers_that_differ():
+    with pytest.raises(ValueError, match="all stages run the same program"):
+        sl.Strategy(
+            mesh="stage=2,data=4",
+            rules=sl.rules.data | sl.rules.pipeline,
+            pipeline=sl.pipeline.OneFOneB(2, 2),
+            remat=MIXED,
+        )
+
+
+def test_a_derivative_outside_of_a_step_refuses_layers_that_differ():
+    def loss(w):
+        return jnp.sum(sl.remat(jnp.sin)(w))
+
+    with (
+        sl.use(sl.rules.data, sl.make_mesh("data=8"), remat=MIXED),
+        pytest.raises(ValueError, match="for blocks that a `sl.train_step` calls"),
+    ):
+        jax.grad(loss)(1.0)
+
+
+@functools.cache
+def traced_loss(remat="full"):
+    with sl.use(sl.rules.data, sl.make_mesh("data=8"), remat=remat):
+        model = nnx.eval_shape(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)))
+        graph, params = nnx.split(model)
+        return jax.make_jaxpr(lambda p: gpt.loss(nnx.merge(graph, p), BATCH).total)(params)
+
+
+@functools.cache
+def choices():
+    (block,) = [one for one in every_equation(traced_loss().jaxpr) if is_block(one)]
+    return choices_of(block)
+
+
+NAMES = ("attention_out", "context", "key", "mlp_gate", "mlp_hidden", "mlp_up", "query", "value")
+
+
+@functools.cache
+def recomputed_flops(names):
+    """What JAX computes again in one layer that keeps these names."""
+    config = dataclasses.replace(CONFIG, layers=1)
+
+    def total(remat):
+        with sl.use(sl.rules.data, sl.make_mesh("data=8"), remat=remat):
+            graph, params = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
+            loss = lambda p: gpt.loss(nnx.merge(graph, p), BATCH).total
+            return flops_of(jax.make_jaxpr(jax.grad(loss))(params)).total
+
+    return total(sl.Remat.save(*names)) - total("none")
+
+
+@pytest.mark.long
+def test_choices_cost_what_jax_computes_again():
+    for choice in choices():
+        assert choice.flops == recomputed_flops(choice.names)
+
+
+def test_choices_are_the_best_there_are():
+    """Of all subsets of names, none is smaller and computes less again than a choice."""
+    from shardlib.tracing._block_costs import _Costs
+
+    (block,) = [one for one in every_equation(traced_loss().jaxpr) if is_block(one)]
+    costs = _Costs.of(block)
+    assert set(costs.sizes) == set(NAMES)
+    best, frontier = float("inf"), []
+    subsets = [set(names) for size in range(9) for names in itertools.combinations(NAMES, size)]
+    every = [costs.choice(names) for names in subsets]
+    for choice in sorted(every, key=lambda one: (one.size, one.flops)):
+        if choice.flops < best:
+            frontier.append((choice.size, choice.flops))
+            best = choice.flops
+    assert frontier == [(choice.size, choice.flops) for choice in choices()]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.35, 0.5, 0.8, 1.0])
+def test_a_budget_spends_its_memory_as_an_exhaustive_search_would(share):
+    """Where peaks are sums of sizes, within one layer's smallest choice."""
+    loops = loops_of(traced_loss().jaxpr)
+    assert [loop.times for loop in loops] == [LAYERS]
+    whole, base = LAYERS * choices()[-1].size, 10**6
+    sizes = {sl.Remat(choice.names): choice.size for choice in choices()}
+    costs = {sl.Remat(choice.names): choice.flops for choice in choices()}
+
+    def layers_of(remat):
+        return [remat] * LAYERS if isinstance(remat, sl.Remat) else remat.of_blocks(LAYERS)
+
+    budget = base + round(share * whole)
+    fitted = fit_remat(
+        budget, loops, lambda remat: base + sum(sizes[one] for one in layers_of(remat))
+    )
+    assert fitted.best.peak <= budget
+    assert fitted.best.flops == sum(costs[one] for one in layers_of(fitted.best.remat))
+    # No layer is alone in its loop, so neither is one in what it is compared with.
+    least = min(
+        sum(choice.flops for choice in some)
+        for some in itertools.combinations_with_replacement(choices(), LAYERS)
+        if sum(choice.size for choice in some) <= budget - base
+        and all(some.count(one) > 1 for one in some)
+    )
+    assert fitted.best.flops <= 1.01 * least
+
+
+def test_a_budget_that_nothing_meets_is_refused():
+    with pytest.raises(ValueError, match="takes 1.0 MiB where blocks keep their inputs alone"):
+        fit_remat(1000, loops_of(traced_loss().jaxpr), lambda remat: 2**20)
+
+
+@pytest.mark.long
+@pytest.mark.sentinel
+def test_a_step_keeps_what_fits_and_changes_no_number():
+    def of(remat):
+        strategy = sl.Strategy(remat=remat, **DATA, **FULL_ZERO)
+        state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
+        return sl.train_step(gpt.loss, strategy), state
+
+    step, state = of(sl.Remat.budget("1GiB"))
+    fitted = step.fitted_remat(state, BATCH)
+    assert fitted.best.remat == sl.Remat(choices()[-1].names)
+    assert "100.0% of full" in str(fitted) and len(fitted.tried) == 2
+    state, metrics = step(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"], plain()[0], rtol=1e-6)
+    least = fitted.tried[0].peak
+    step, state = of(sl.Remat.budget(least))
+    assert step.fitted_remat(state, BATCH).best.peak <= least
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.sentinel
+def test_a_budget_is_nearly_filled_on_a_tpu():
+    config = dataclasses.replace(CONFIG, width=512, heads=4, context=1024, layers=8, vocab=512)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 1025), "int32")}
+    mesh = mesh_on("v5e:2x4", "data=8")
+
+    def step_of(remat):
+        strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, remat=remat, **FULL_ZERO)
+        make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
+        state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+        return sl.train_step(gpt.loss, strategy), state
+
+    step, state = step_of(sl.Remat.budget("1GiB"))
+    least, most = [one.peak for one in step.fitted_remat(state, batch).tried]
+    budget = (least + most) // 2
+    step, state = step_of(sl.Remat.budget(budget))
+    assert 0.9 * budget <= step.fitted_remat(state, batch).best.peak <= budget
