@@ -1,21 +1,10 @@
-"""What each word of `Strategy(remat=...)` keeps of a layer and computes again, compiled for TPUs.
+"""What is kept for the backward pass, recomputed and offloaded, by theory and in compiled programs.
 
-The layer is GPT-2's without dropout, in bfloat16, of as many sequences as there are devices. Kept
-is what one more layer adds to the most that activations take: the slope between two depths.
-Beside it is a formula, term by term (`TERMS`), and Megatron's (Korthikanti et al., 2022, without
-the masks of dropout). In `s b h`, numbers of the residual stream, with `a` heads:
+Four parts, all of them or those that `--part` names. Each needs the TPU's compiler and no
+accelerator, `pip install -e ".[tpu-plan]"`, and has the time it takes on two idle cores.
 
-    word         attention   ours                  Megatron's
-    none         fused       32 + 4a/h             -
-    none         plain       32 + 8a/h + 6as/h     32 + 4as/h
-    selective    plain       32                    32
-    selective    fused       32 + 4a/h             -
-    minimal      fused       20 + 4a/h             -
-    full         either      2                     2
-
-Over `t` devices of a tensor axis, terms of heads and of the MLP's hidden width are divided by `t`;
-with sequence parallelism, so is the stream, and with it what `full` keeps: ZeRO's split
-activations.
+`formulas`, some forty minutes, less with `--only`: what each word of `Strategy(remat=...)` keeps of
+a layer (the terms are in `_remat_formulas.py`), and the floating-point operations it recomputes.
 
 - `formula_ratio_max`, `_min`: what is compiled over the formula, the worst of all programs.
 - `flops_error_max`: floating-point operations of products in the compiled program beside those that
@@ -23,18 +12,35 @@ activations.
 - `..._recomputes`: the share of the forward pass that runs again.
 - `..._bytes`, `..._ratio`: of each program.
 
-It needs the TPU's compiler and no accelerator, some twenty minutes on two idle cores, and less with
-`--only`: `pip install -e ".[tpu-plan]"`.
+`chains`, some seconds.
 
-    python -m benchmarks.remat --json [--only v5e_tensor1_fused_none]
+- `treeverse_wrong`: of all chains of up to 64 layers and 8 slots, those whose table evaluates more
+  layers than the closed formula, or uses more slots than it may.
+
+`budget`, some four minutes: Llama 2 7B on 16 v5e under budgets of memory (`BUDGETS`).
+
+- `budget_peak_max`, `_min`: what the step takes over its budget. The minimum leaves out steps that
+  keep all that spares anything, and have memory to spare.
+- `budget_seconds`: to find what blocks keep, the longest.
+- `budget_again_...`: what is computed again, over what is where blocks keep their inputs alone.
+- `budget_regret`: operations computed again over those of an exhaustive search, the worst of small
+  models and budgets.
+
+`offload`, some six minutes: 13 billion parameters on one v6e, with all state on the host.
+
+- `gb_13b`: what the step takes of the device, of its 31.25 GiB, and `host_gb_13b` of the host.
+- `offloaded_ratio`: bytes of arguments on the host over those that were asked for.
+
+    python -m benchmarks.remat --json [--part budget] [--only v5e_tensor1_fused_none]
 """
 
 import argparse
+import dataclasses
+import itertools
 import os
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+import time
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -44,168 +50,151 @@ import optax
 from flax import nnx
 
 import shardlib as sl
+from benchmarks import _remat_formulas
 from benchmarks._report import report
 from models import gpt
-from shardlib.compiled._compile import Compiled, compile_apart
-from shardlib.compiled._flops import compiled_flops
-from shardlib.compiled._memory import attribute
-from shardlib.planning._flops import flops_of_planned
-from shardlib.planning._lower import lower
-from shardlib.planning._plan import kinds_of
+from shardlib.compiled._memory import peak_bytes
+from shardlib.layouts._chain_schedules import Binomial, least_evaluations
+from shardlib.step._remat_budget import fit_remat, loops_of
+from shardlib.tracing._block_costs import choices_of
 
-BOUNDS = {"formula_ratio_max": 1.1, "flops_error_max": 0.02}
-AT_LEAST = {"formula_ratio_min": 0.9}
-# Deep enough that what all layers keep of one kind is not in a TPU's fast memory instead.
-DEPTHS = (8, 16)
-LENGTH, WIDTH, HEADS, VOCAB = 2048, 1024, 8, 1024
-STREAM = LENGTH * WIDTH
-SCORES = HEADS * LENGTH * LENGTH
-TARGETS = {"v5e": "tpu:v5e:2x4", "v5p": "tpu:v5p:2x2x2"}
-MACHINES = {
-    "tensor1": ("data=8,model=1", sl.rules.data),
-    "tensor8": ("data=1,model=8", sl.rules.data | sl.rules.tensor),
-    "sequence8": ("data=1,model=8", sl.rules.data | sl.rules.tensor_sequence),
+BOUNDS = {
+    "formula_ratio_max": 1.1,
+    "flops_error_max": 0.02,
+    "treeverse_wrong": 0,
+    "budget_peak_max": 1.0,
+    "budget_seconds": 120.0,
+    "budget_regret": 1.01,
+    "gb_13b": 32.0,
 }
-ATTENTIONS: dict[str, Literal["xla", "tpu"]] = {"plain": "xla", "fused": "tpu"}
-WORDS = ("none", "selective", "minimal", "full")
-# Over which axis an array is split: never, always, or with sequence parallelism.
-Split = Literal["tensor", "sequence"]
+AT_LEAST = {"formula_ratio_min": 0.9, "budget_peak_min": 0.95, "offloaded_ratio": 1.0}
+BUDGETS = ("9GiB", "11GiB", "14GiB")
+PRECISION = sl.Precision("bf16", accumulate="bf16", reduce="bf16")
+LLAMA2_13B = dataclasses.replace(
+    gpt.llama2_7b(context=2048), layers=40, width=5120, heads=40, hidden=13824
+)
 
 
-@dataclass(frozen=True)
-class Term:
-    """An array that is kept of a layer: how many numbers of how many bytes, and how it is split.
-
-    `words` are those that keep it, `attention` the kind that has it, or either.
-    """
-
-    array: str
-    numbers: int
-    itemsize: int
-    split: Split
-    words: tuple[str, ...]
-    attention: str = ""
-
-    def bytes_on(self, machine: str) -> int:
-        """Of one device of a machine, where devices that share a layer have as many sequences."""
-        sequences, parts = 1, 1
-        if machine != "tensor1":
-            sequences = 8
-        if machine == "sequence8" or (machine == "tensor8" and self.split == "tensor"):
-            parts = 8
-        return sequences * self.numbers * self.itemsize // parts
+def chains() -> dict[str, Any]:
+    """Tables of chains against the closed formula."""
+    wrong = 0
+    for layers, slots in itertools.product(range(1, 65), range(1, 9)):
+        table = Binomial(slots).table(layers)
+        best = table.evaluations == least_evaluations(layers, slots)
+        wrong += not best or table.slots > slots
+    return {"treeverse_wrong": wrong}
 
 
-ALL, BUT_FULL, WHOLE = WORDS, ("none", "selective", "minimal"), ("none", "selective")
-TERMS = (
-    Term("the stream that the first norm reads", STREAM, 2, "sequence", ALL),
-    Term("what query, key and value are made of", STREAM, 2, "sequence", WHOLE),
-    Term("query", STREAM, 2, "tensor", BUT_FULL),
-    Term("key", STREAM, 2, "tensor", BUT_FULL),
-    Term("value", STREAM, 2, "tensor", BUT_FULL),
-    Term("exponentials of scores, in float32", SCORES, 4, "tensor", ("none",), "plain"),
-    Term("shares, in bfloat16", SCORES, 2, "tensor", ("none",), "plain"),
-    Term("sums and highest of scores", 2 * HEADS * LENGTH, 4, "tensor", ("none",), "plain"),
-    Term("context", STREAM, 2, "tensor", BUT_FULL),
-    Term("log-sum-exps", HEADS * LENGTH, 4, "tensor", BUT_FULL, "fused"),
-    Term("what is added to the stream by attention", STREAM, 2, "sequence", ("minimal",)),
-    Term("the stream that the second norm reads", STREAM, 2, "sequence", WHOLE),
-    Term("what the MLP is made of", STREAM, 2, "sequence", WHOLE),
-    Term("what the activation reads", 4 * STREAM, 2, "tensor", BUT_FULL),
-    Term("what the activation makes", 4 * STREAM, 2, "tensor", WHOLE),
-)  # fmt: skip
+def step_of(
+    config: gpt.GPTConfig, target: str, axes: str, **options: Any
+) -> tuple[sl.Step, sl.State, Any]:
+    """A training step of a model, with its state and batch in shapes: a sequence per device."""
+    mesh = sl.Target(target).mesh(axes)
+    strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, precision=PRECISION, **options)
+    optimizer = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
+    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optimizer, strategy, abstract=True)
+    batch = {"tokens": jax.ShapeDtypeStruct((mesh.size, config.context + 1), "int32")}
+    return sl.train_step(gpt.loss, strategy), state, batch
 
 
-@dataclass(frozen=True)
-class Case:
-    """A program: a target, how a layer is split, which attention, and a word."""
-
-    target: str
-    machine: str
-    attention: str
-    word: str
-
-    @property
-    def name(self) -> str:
-        """By which `--only` chooses it."""
-        return f"{self.target}_{self.machine}_{self.attention}_{self.word}"
-
-    @property
-    def formula(self) -> int:
-        """Bytes that a layer keeps, by our terms."""
-        total = 0
-        for term in TERMS:
-            if self.word in term.words and term.attention in ("", self.attention):
-                total += term.bytes_on(self.machine)
-        return total
-
-    @property
-    def megatron(self) -> float | None:
-        """Bytes that a layer keeps in Megatron's, without dropout; None where it has no formula."""
-        tensor = 1 if self.machine == "tensor1" else 8
-        stream = tensor if self.machine == "sequence8" else 1
-        if self.word == "full":
-            return tensor * STREAM * 2 / stream
-        if self.word not in WHOLE or self.attention == "fused":
-            return None
-        scores = SCORES * 4 / tensor if self.word == "none" else 0
-        return tensor * (STREAM * (8 / stream + 24 / tensor) + scores)
-
-
-def cases() -> Iterator[Case]:
-    """All programs; the words whose programs are the same, once."""
-    for target in TARGETS:
-        for machine in MACHINES:
-            for attention in ATTENTIONS:
-                for word in WORDS:
-                    yield Case(target, machine, attention, word)
-
-
-def compiled(case: Case, layers: int) -> tuple[Compiled, Any, dict[str, str]]:
-    """A program of so many layers, its count of products, and the kinds of its arguments."""
-    target = sl.Target(TARGETS[case.target])
-    axes, rules = MACHINES[case.machine]
-    mesh = target.mesh(axes)
-    config = gpt.GPTConfig(
-        layers=layers, width=WIDTH, heads=HEADS, context=LENGTH, vocab=VOCAB,
-        attention=ATTENTIONS[case.attention], kernels=None,
-    )  # fmt: skip
-    strategy = sl.Strategy(mesh=mesh, rules=rules, remat=case.word, precision="bf16")
-    make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))  # noqa: E731
-    state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
-    batch = {"tokens": jax.ShapeDtypeStruct((mesh.size, LENGTH + 1), "int32")}
-    step = sl.train_step(gpt.loss, strategy)
-    traced = lower(step, state, batch)
-    program = compile_apart(traced.lowered, target.platform, target.compiler_options)
-    kinds = kinds_of(traced.paths, len(jax.tree.leaves(state)))
-    return program, flops_of_planned(step, traced.jaxpr), kinds
-
-
-def figures_of(case: Case) -> dict[str, float]:
-    """What a program keeps of a layer and recomputes, beside the formulas."""
-    kept, error, again = [], 0.0, 0.0
-    for layers in DEPTHS:
-        program, flops, kinds = compiled(case, layers)
-        memory = attribute(program, "tpu", kinds)
-        kept.append(memory.most["activations"])
-        # Of kernels the compiler says nothing.
-        counted = (flops.total - flops.in_kernels) / 8
-        error = max(error, abs(compiled_flops(program.text) / counted - 1))
-        again = flops.recomputed_fraction
-        if os.environ.get("SHOW"):
-            for piece in memory.pieces[:14]:
-                print(piece.kind, piece.type, piece.op_name[-80:], file=sys.stderr)
-    slope = (kept[1] - kept[0]) / (DEPTHS[1] - DEPTHS[0])
-    figures = {
-        "bytes": slope,
-        "formula": case.formula,
-        "ratio": round(slope / case.formula, 4),
-        "flops_error": error,
-        "recomputes": round(again, 4),
+def budget() -> dict[str, Any]:
+    """Llama 2 under budgets of memory, and small models under all of them."""
+    figures: dict[str, Any] = {}
+    seconds, full = [], []
+    for memory in BUDGETS:
+        step, state, batch = step_of(
+            gpt.llama2_7b(context=2048),
+            "tpu:v5e:4x4",
+            "data=16",
+            zero=3,
+            remat=sl.Remat.budget(memory),
+        )
+        started = time.perf_counter()
+        fitted = step.fitted_remat(state, batch)
+        seconds.append(time.perf_counter() - started)
+        share = fitted.best.peak / fitted.budget
+        figures[f"budget_peak_{memory}"] = round(share, 4)
+        figures[f"budget_again_{memory}"] = round(fitted.best.flops / fitted.tried[0].flops, 4)
+        figures[f"budget_programs_{memory}"] = len(fitted.tried)
+        if isinstance(fitted.best.remat, sl.Remat):
+            continue
+        full.append(share)
+    peaks = [figures[f"budget_peak_{memory}"] for memory in BUDGETS]
+    return figures | {
+        "budget_peak_max": max(peaks),
+        "budget_peak_min": round(min(full), 4),
+        "budget_seconds": round(max(seconds), 1),
+        "budget_regret": max(regret(layers) for layers in (2, 3, 4, 6)),
     }
-    if case.megatron is not None:
-        figures["megatron"] = case.megatron
-    return figures
+
+
+def regret(layers: int) -> float:
+    """The worst, over budgets, of what is computed again over an exhaustive search's.
+
+    Peaks are the sums of what layers keep, so that all combinations can be tried.
+    """
+    config = gpt.tiny(
+        layers=layers, width=64, heads=4, context=32, norm="rms", mlp="swiglu", bias=False
+    )
+    with sl.use(sl.rules.data, sl.make_mesh("data=1"), remat="full"):
+        graph, params = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
+        batch = {"tokens": jax.ShapeDtypeStruct((16, 33), "int32")}
+        traced = jax.make_jaxpr(
+            lambda params, batch: gpt.loss(nnx.merge(graph, params), batch).total
+        )(params, batch)
+    loops = loops_of(traced.jaxpr)
+    choices = choices_of(loops[0].blocks[0])
+    by_value = {sl.Remat(choice.names): choice for choice in choices}
+
+    def kept(remat: Any) -> list[Any]:
+        if isinstance(remat, sl.Remat):
+            return [by_value[remat]] * layers
+        return [by_value[value] for value in remat.of_blocks(layers)]
+
+    def size(some: Any) -> int:
+        return sum(choice.size for choice in some)
+
+    every = []
+    for some in itertools.combinations_with_replacement(choices, layers):
+        # A choice of one layer alone is no loop, and is not taken.
+        if all(some.count(one) > 1 for one in some):
+            every.append((size(some), sum(choice.flops for choice in some)))
+    worst = 0.0
+    for tenth in range(11):
+        limit = layers * choices[-1].size * tenth // 10
+        found = fit_remat(limit + 1, loops, lambda remat: size(kept(remat)) + 1)
+        least = min(flops for bytes_kept, flops in every if bytes_kept <= limit)
+        worst = max(worst, found.best.flops / least)
+    return worst
+
+
+def offload() -> dict[str, Any]:
+    """Thirteen billion parameters on one chip."""
+    step, state, batch = step_of(
+        LLAMA2_13B, "tpu:v6e:1x1", "data=1", remat="full", clip=1.0, offload="all"
+    )
+    started = time.perf_counter()
+    compiled = step.lower(state, batch).compile()
+    memory = compiled.memory_analysis()
+    asked = 0
+    for leaf in jax.tree.leaves(state):
+        if leaf.sharding.memory_kind == "pinned_host":
+            asked += leaf.size * leaf.dtype.itemsize
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    return {
+        "parameters_13b": parameters,
+        "gb_13b": round(peak_bytes(compiled, "tpu") / 1e9, 2),
+        "host_gb_13b": round(memory.host_argument_size_in_bytes / 1e9, 2),
+        "offloaded_ratio": memory.host_argument_size_in_bytes / asked,
+        "compile_s_13b": round(time.perf_counter() - started, 1),
+    }
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "chains": chains,
+    "budget": budget,
+    "offload": offload,
+}
 
 
 def main() -> None:
@@ -214,26 +203,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
-    names = [case.name for case in cases()]
+    parser.add_argument("--part", choices=("formulas", *PARTS), action="append")
+    names = [case.name for case in _remat_formulas.cases()]
     parser.add_argument("--only", choices=names, action="append", metavar="CASE")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
-    ratios, errors = [], []
-    for case in cases():
-        if arguments.only and case.name not in arguments.only:
-            continue
-        found = figures_of(case)
-        print(case.name, found, file=sys.stderr, flush=True)
-        ratios.append(found["ratio"])
-        errors.append(found["flops_error"])
-        for figure, value in found.items():
-            figures[f"{case.name}_{figure}"] = value
-    figures |= {
-        "programs": len(ratios),
-        "formula_ratio_max": max(ratios),
-        "formula_ratio_min": min(ratios),
-        "flops_error_max": max(errors),
-    }
+    for part in arguments.part or ("formulas", *PARTS):
+        if part == "formulas":
+            figures |= _remat_formulas.figures(arguments.only or ())
+        else:
+            figures |= PARTS[part]()
     report("remat", figures, BOUNDS, arguments.json, at_least=AT_LEAST)
 
 
