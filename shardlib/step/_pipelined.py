@@ -107,7 +107,7 @@ class Pipelined:
         """
         sums: list[Any] = []
         for parameter, stored, held in zip(self.parameters, self.stored, self.held, strict=True):
-            sums.append(None if parameter.frozen else parameter.empty_sums(stored, held))
+            sums.append(None if parameter.frozen else parameter.empty_sums(stored, held.shape))
         totals, sums = self._executor().gradient(sums)
         outer = [self.held[k] for k in self.cut.outer]
         # A stream that no layer draws from can be computed next to the pipeline, once.

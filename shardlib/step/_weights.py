@@ -185,9 +185,11 @@ class StepParameter:
         # It is exchanged after the backward pass, as the model's own gradient.
         return jnp.zeros(self.whole.shape, self._compute)
 
-    def empty_sums(self, stored: jax.Array) -> jax.Array:
-        """The sum of no gradients: sharded if gradients are scattered, else the device's own."""
-        shape = self.whole.shape
+    def empty_sums(self, stored: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The sum of no gradients: sharded if gradients are scattered, else the device's own.
+
+        `shape` is that of the gradient of one microbatch.
+        """
         if self.scattered:
             shape = stored.shape
         return self._laid_out(jnp.zeros(shape, self._accumulated_dtype), 0)
@@ -351,7 +353,9 @@ class _Trained:
     def start_sums(self) -> None:
         """Make what microbatches add up in, a reference: all of them add to the same memory."""
         if self.parameter.strategy.accumulate > 1:
-            self.sums = jax.new_ref(self.parameter.empty_sums(self.stored))
+            self.sums = jax.new_ref(
+                self.parameter.empty_sums(self.stored, self.parameter.whole.shape)
+            )
 
     def differentiated(self, weight: Weight | None) -> Any:
         """The array with respect to which the derivative is taken.
