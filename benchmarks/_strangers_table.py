@@ -132,7 +132,7 @@ def _strategy(**changed: str) -> dict[str, Any]:
         "mesh": "'data=8'", "rules": "sl.rules.data", "dcn": "''", "zero": "0", "accumulate": "1",
         "precision": "'float32'",
         "clip": "1.0", "frozen": "()", "nonfinite": "'skip'", "remat": "'none'",
-        "offload": "'all'",
+        "offload": "'optimizer'",
         "exchange": "sl.Exact()",
         "manual": "('data',)", "pipeline": "None",
     }  # fmt: skip

@@ -525,7 +525,7 @@ def _remat(text: str) -> Any:
     name, colon, number = text.partition(":")
     if name == "budget":
         return sl.Remat.budget(number)
-    if colon:
+    if colon and name.isidentifier():
         chains = {"every": sl.Remat.every, "slots": sl.Remat.slots}
         if name not in chains or not _is_count(number):
             raise ValueError(

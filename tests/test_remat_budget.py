@@ -287,7 +287,6 @@ def test_a_budget_that_nothing_meets_is_refused():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel
 def test_a_step_keeps_what_fits_and_changes_no_number():
     def of(remat):
         strategy = sl.Strategy(remat=remat, **DATA, **FULL_ZERO)
