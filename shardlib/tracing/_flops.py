@@ -12,6 +12,7 @@ Forward, backward and recomputed products are told apart by the names that JAX l
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from jax.interpreters import partial_eval
 
 from shardlib.tracing._jaxpr import held_functions, open_jaxpr
 
-# Where a kernel says, in its metadata, how many steps of its grid compute something.
+# The scope of names in which a kernel says how many steps of its grid compute something:
+# `computing_steps_48`. Pallas' own metadata would break the program's text into further lines.
 STEPS, UNKNOWN = "computing_steps", "unknown"
 # Where JAX says that an equation is one of a block that is computed again, or of a backward pass.
 _AGAIN, _BACKWARD = "rematted_computation", "transpose("
@@ -183,7 +185,7 @@ def _walk_kernel(equation: Any, place: _Place, count: _Count) -> None:
     other. A kernel whose steps do nothing where a mask leaves nothing says how many do something.
     """
     grid = equation.params["grid_mapping"].grid
-    steps = _computing_steps(equation, grid)
+    steps = _computing_steps(equation, place, grid)
     if steps is None:
         count.unknown[f"kernel {_kernel_name(equation)}"] += 1
         return
@@ -202,11 +204,11 @@ def _walk_kernel(equation: Any, place: _Place, count: _Count) -> None:
     count.add(found)
 
 
-def _computing_steps(equation: Any, grid: tuple[Any, ...]) -> int | None:
+def _computing_steps(equation: Any, place: _Place, grid: tuple[Any, ...]) -> int | None:
     """How many steps of a kernel's grid compute something; None if that is not known."""
-    said = (equation.params.get("metadata") or {}).get(STEPS)
-    if said is not None:
-        return int(said) if said != UNKNOWN else None
+    said = re.findall(rf"{STEPS}_(\w+)", f"{place.scopes}/{_scope_of(equation)}")
+    if said:
+        return int(said[-1]) if said[-1] != UNKNOWN else None
     if not all(isinstance(size, int) for size in grid):
         return None
     return math.prod(grid)

@@ -182,7 +182,7 @@ class KernelCall:
         side = self._side_operands()
         prefetched = [x for x in steps.prefetched() if x is not None]
         out_shapes = [shaped(x.x.shape, x.x.dtype, self.q) for x in results]
-        return pl.pallas_call(
+        call = pl.pallas_call(
             partial(run_pair, body, steps, list(side), len(prefetched)),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(prefetched),
@@ -197,8 +197,10 @@ class KernelCall:
             ),
             interpret=interpreted(self.simulated, self.q),
             name=body.__name__,
-            metadata={STEPS: steps.computing()},
-        )(*prefetched, *(x.x for x in side.values()), *(x.x for x in operands))
+        )
+        # By this name a count of operations knows how many steps compute something.
+        with jax.named_scope(f"{STEPS}_{steps.computing()}"):
+            return call(*prefetched, *(x.x for x in side.values()), *(x.x for x in operands))
 
     def _side_operands(self) -> dict[str, Operand]:
         """Segments as rows of lanes, sinks and the pattern's bits, as far as there are any."""
