@@ -213,13 +213,14 @@ class _Layers:
         costs = np.concatenate([flops / max(1, flops.max()), np.zeros(count)])
         most = np.array([self.counts[kind] for kind, _ in columns])
         room = np.concatenate([sizes, np.zeros(count)])
+        upper: Any = np.concatenate([most, np.ones(count)])
         constraints = [self._all_chosen(columns), *self._none_alone(most)]
         if np.isfinite(limit):
             constraints.append(LinearConstraint(room[None], -np.inf, limit))
         solution = milp(
             costs,
             integrality=np.ones(2 * count),
-            bounds=Bounds(0, np.concatenate([most, np.ones(count)])),
+            bounds=Bounds(0, upper),
             constraints=constraints,
             options={"mip_rel_gap": 0.0},
         )
