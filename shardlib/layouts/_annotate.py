@@ -44,7 +44,7 @@ from shardlib.machine._torus import TorusDims, torus_dims
 class UsedNames:
     """The names that annotations used while a function was traced, to be written down in `names`.
 
-    `losses` are the losses as they were traced then, whose blocks a budget of memory asks for.
+    `losses` has the loss as it was traced last, whose blocks a budget of memory asks for.
 
     Two of these are never equal, and the one in force is part of JAX's jit cache key. A function
     with a `jax.jit` of its own is therefore traced again for each of them, and each has all the

@@ -87,7 +87,7 @@ def check_loss(
     _check_traced(traced, strategy)
     scope = current_scope()
     if scope is not None and scope.used is not None:
-        scope.used.losses.append(jaxpr)
+        scope.used.losses[:] = [jaxpr]
 
 
 def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:

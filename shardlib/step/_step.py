@@ -190,6 +190,9 @@ class Step:
 
         A rule is used if a parameter or an annotation has its name.
         """
+        # With a budget, other steps are traced in place of this one: each has the same names.
+        for step in self._by_remat.values():
+            return step.unused_rules
         return unused_rules(self.strategy, self._jitted_by_layout, self._used.names)
 
     @property

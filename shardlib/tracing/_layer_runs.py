@@ -23,7 +23,7 @@ from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_value
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from shardlib.tracing._jaxpr import values_of, variables
-from shardlib.tracing._linearize import Partition
+from shardlib.tracing._linearize import Partition, instantiated
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 """One iteration: `(constants, carry, layer) -> (carry, outputs)`, all of them trees."""
@@ -160,9 +160,9 @@ class _Loop:
             cotangents: those of the last carry and of the stacked outputs.
         """
         last_carry, of_outputs = cotangents
-        outputs = _instantiated(done[0].derivative.outputs.split(of_outputs)[0])
+        outputs = instantiated(done[0].derivative.outputs.split(of_outputs)[0])
         gradients = _Gradients(
-            carry=_instantiated(_chosen(last_carry, moving.init)),
+            carry=instantiated(_chosen(last_carry, moving.init)),
             consts=[jnp.zeros_like(x) for x in _chosen(consts, moving.consts)],
             xs=[jnp.zeros_like(x) for x in _chosen(xs, moving.xs)],
         )
@@ -225,16 +225,6 @@ class _Gradients(NamedTuple):
         for stack, gradient in zip(self.xs, layer, strict=True):
             stacks.append(lax.dynamic_update_index_in_dim(stack, gradient, number, 0))
         return _Gradients(carry, consts, stacks)
-
-
-def _instantiated(cotangents: list[Any]) -> list[Any]:
-    """Cotangents as arrays: JAX leaves those that are known to be zero symbolic."""
-    arrays = []
-    for cotangent in cotangents:
-        if not isinstance(cotangent, jax.Array):
-            cotangent = jnp.zeros(cotangent.shape, cotangent.dtype)
-        arrays.append(cotangent)
-    return arrays
 
 
 def _layer(stacks: list[Any], number: Any) -> list[Any]:

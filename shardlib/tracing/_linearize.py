@@ -58,6 +58,16 @@ class Partition:
         return values
 
 
+def instantiated(gradients: Sequence[Any]) -> list[Any]:
+    """Cotangents as arrays: JAX leaves those that are known to be zero symbolic."""
+    arrays = []
+    for gradient in gradients:
+        if not isinstance(gradient, jax.Array):
+            gradient = jnp.zeros(gradient.shape, gradient.dtype)
+        arrays.append(gradient)
+    return arrays
+
+
 def derivative(
     function: ClosedJaxpr,
     perturbed: Sequence[bool],

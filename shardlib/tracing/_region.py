@@ -31,7 +31,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from shardlib.tracing._jaxpr import readers_of, relocated
-from shardlib.tracing._linearize import Partition, derivative
+from shardlib.tracing._linearize import Partition, derivative, instantiated
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +281,7 @@ class _TracedRegion:
     def backward(self, saved: Any, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The gradients of the floats, and the reduced ones of the trained weights."""
         resume, stored = saved
-        float_gradients, weight_gradients = resume(stored, _instantiated(cotangents))
+        float_gradients, weight_gradients = resume(stored, instantiated(cotangents))
         reduced = self.reduce(weight_gradients)
         # The backward pass of what comes before in the computation waits until the gradients of
         # the weights are reduced: otherwise whole gradients of many regions would wait in memory.
@@ -388,16 +388,6 @@ def _replaced(tree: Any, arrays: list[Any], replacements: list[Any]) -> Any:
     """A tree in which a replacement stands wherever one of some arrays was."""
     by_id = dict(zip(map(id, arrays), replacements, strict=True))
     return jax.tree.map(lambda x: by_id.get(id(x), x), tree)
-
-
-def _instantiated(gradients: Sequence[Any]) -> list[Any]:
-    """Cotangents as arrays: JAX leaves those that are known to be zero symbolic."""
-    arrays = []
-    for gradient in gradients:
-        if not isinstance(gradient, jax.Array):
-            gradient = jnp.zeros(gradient.shape, gradient.dtype)
-        arrays.append(gradient)
-    return arrays
 
 
 def reader_of(jaxpr: Jaxpr, var: Any) -> Any:
