@@ -74,6 +74,7 @@ def test_flops_say_what_each_policy_recomputes(where, remat):
     assert found.unknown == () and found.in_kernels == 0
 
 
+@pytest.mark.long("stage 3-full")
 @pytest.mark.parametrize("where, remat", [("stage 3", "full"), ("tensor", "selective")])
 def test_flops_are_those_of_the_compiled_program(where, remat):
     step, state, batch = made(where, remat)
@@ -170,6 +171,7 @@ def test_flops_of_a_tpu_kernel_are_of_the_blocks_that_it_computes(causal):
         assert found.forward == 2 * whole and backward == 7 * whole
 
 
+@pytest.mark.long
 def test_plan_says_what_a_step_recomputes():
     plan = sl.plan(*made("data", "full"))
     assert plan.flops == counted("data", "full")

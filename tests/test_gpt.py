@@ -492,6 +492,7 @@ def test_gpt_dims_are_all_named_and_tensor_rules_split_every_matrix(config):
             assert "model" in spec, path
 
 
+@pytest.mark.long("none")
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_gpt_program_does_not_grow_with_depth(remat):
     def lines(layers):

@@ -188,6 +188,7 @@ def test_linear_cross_entropy_gpu_kernel_refuses_highest_precision():
         kernels.linear_cross_entropy(x, x, jnp.zeros(8, int), implementation="gpu_simulated")
 
 
+@pytest.mark.long
 def test_linear_cross_entropy_is_exact_when_backward_exceeds_fast_memory(monkeypatch):
     from shardlib.kernels._linear_cross_entropy import _tpu
 

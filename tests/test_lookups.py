@@ -186,6 +186,7 @@ def test_lookups_of_a_language_model_equal_one_device_under_all_rules(rules, mes
     )
 
 
+@pytest.mark.long
 def test_lookups_in_evaluation_on_three_mesh_axes_equal_one_device():
     strategy = sl.Strategy(mesh=THREE, rules=PRESETS, zero=sl.Zero(3, small=16))
     state = sl.init(make, optax.sgd(0.1), strategy)

@@ -115,7 +115,7 @@ LARGE = {"emb", "up", "down"}
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(name, marks=[] if name == "clipped" else pytest.mark.long)
+        pytest.param(name, marks=pytest.mark.long)
         for name in OPTIMIZERS
     ],
 )

@@ -206,6 +206,7 @@ def test_onebit_sketch_estimates_the_gradient_norm(size):
         )
 
 
+@pytest.mark.long
 def test_onebit_errors_survive_a_nonfinite_gradient():
     strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod"))
     step = sl.train_step(loss, strategy)

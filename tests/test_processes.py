@@ -428,6 +428,7 @@ process_allgather(np.ones(1))
     assert error.endswith("RuntimeError: the checkpoint is full\n")
 
 
+@pytest.mark.long
 def test_processes_with_unequal_device_counts_are_named(tmp_path):
     code, _, error = launch(
         tmp_path,

@@ -67,7 +67,7 @@ def plain(config=CONFIG):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("stage 3-names", "split backward-names", "tensor-selective")
+@pytest.mark.sentinel("stage 3-names", "split backward-names")
 @pytest.mark.parametrize(
     "config, remat",
     [
@@ -159,6 +159,7 @@ def test_selective_keeps_everything_but_what_grows_with_the_square(batch):
     assert numbers_in(selective) == numbers_in(linear) - per_query + segments
 
 
+@pytest.mark.long
 def test_selective_is_none_where_attention_keeps_no_scores():
     assert kept_arrays("selective") == kept_arrays("none")
     loss, params = stepped(mesh="data=8,model=1", rules=sl.rules.data, remat="selective")
@@ -247,6 +248,8 @@ OF_EXPERTS = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("expert_up")
 @pytest.mark.parametrize("name", OF_EXPERTS)
 def test_remat_keeps_activations_of_experts_by_name(name):
     extra = kept_numbers(sl.Remat.save(name), config=MOE) - kept_numbers("full", config=MOE)

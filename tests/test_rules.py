@@ -159,6 +159,7 @@ def test_rules_resolve_to_a_valid_spec_from_the_candidates(dims):
     assert set(spec_axes(keep_axes(found, {"data"}))) <= {"data"}
 
 
+@pytest.mark.long
 def test_rules_survive_a_pickle_into_another_process():
     rules = sl.AxisRules(batch="data", heads=["model", None]).indivisible(
         heads="drop"

@@ -58,6 +58,7 @@ def test_describe_fits_the_terminal_width(state, width):
             assert word in text
 
 
+@pytest.mark.long
 def test_plan_and_estimate_fit_80_columns(plan, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = str(plan)

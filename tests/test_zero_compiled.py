@@ -130,6 +130,7 @@ def test_zero_accumulates_gradients_in_place(platform, stage):
     assert sums <= found.memory.most["gradients"] < sums + 3 * layer
 
 
+@pytest.mark.long("1-cpu", "2-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_with_tensor_parallelism_sends_only_each_devices_shards(platform, stage):
