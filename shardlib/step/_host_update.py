@@ -11,7 +11,6 @@ There is no communication between hosts in such a computation. So an update is t
 each shard depend on no rows of another one, which the equations of its trace tell.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
