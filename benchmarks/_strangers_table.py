@@ -151,7 +151,7 @@ CALLS: tuple[Call, ...] = (
     _call("sl.remat", "lambda x: x", "'full'", checkpoint="jax.checkpoint",
     also={"at1": _OPTIONAL}),
     _call("sl.remat", "lambda x: x", part="'scores'", also={"part": _OPTIONAL}),
-    _call("sl.Offload", optimizer="True", parameters="True"),
+    _call("sl.Offload", optimizer="True", parameters="True", update="'device'"),
     _call("sl.Remat", names="('context',)", products="'all'", dropped="('scores',)"),
     _call("sl.Remat", chain="sl.Remat.slots(4).chain", also={"chain": _OPTIONAL}),
     _call("sl.Remat.drop", "'scores'"),

@@ -75,8 +75,8 @@ LAYERS = [
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),
     (
         "step",
-        "_remat_budget _gradient _streamed_update _optimizer_update _step_calls _compiler_options "
-        "_step _evaluation",
+        "_remat_budget _gradient _host_update _streamed_update _optimizer_update _step_calls "
+        "_compiler_options _step _evaluation",
     ),
     ("train", "_contents _folder _checkpoint_failures _checkpoint_folders _checkpoint_reading"),
     ("train", "_checkpoint _nonfinite _sinks _speed _loop_options _run_steps _run _loop"),

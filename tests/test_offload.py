@@ -146,6 +146,36 @@ def test_on_every_mesh(mesh, zero, accumulate, offload):
     assert bool(on_host(state.opt_state)) == (offload != "parameters")
 
 
+BY_HOST = sl.Offload(parameters=True, update="host")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mesh", "zero", "accumulate", "offload"),
+    [
+        pytest.param("adamw", "data=4,model=2", 3, 2, BY_HOST, marks=pytest.mark.sentinel),
+        ("adamw", "data=4,model=2", 1, 1, sl.Offload(update="host")),
+        ("clipped updates", "data=8,model=1", 3, 1, BY_HOST),
+        ("masked", "data=8,model=1", 2, 1, BY_HOST),
+        ("several", "data=1,model=1", 0, 1, BY_HOST),
+        ("adafactor", "data=1,model=1", 0, 1, BY_HOST),
+        ("lion", "data=8,model=1", 0, 1, BY_HOST),
+    ],
+)
+@pytest.mark.long
+def test_the_host_updates_what_it_has(optimizer, mesh, zero, accumulate, offload):
+    state = check_same(optimizer, mesh, zero, accumulate, offload)
+    assert on_host(state.params) == (LARGE if offload.parameters else set())
+    assert on_host(state.opt_state)
+
+
+def test_an_update_that_reads_other_shards_is_refused():
+    with pytest.raises(ValueError, match="`emb`, of shape .*no dim of it has rows"):
+        three_steps("muon", "data=8,model=1", 3, 1, BY_HOST)
+    # Each layer is orthogonalized by itself, but the layers' rows are split.
+    with pytest.raises(ValueError, match="the mesh splits dim 1 into 8 parts"):
+        three_steps("by layer", "data=8,model=1", 3, 1, BY_HOST)
+
+
 def updated(optimizer, params, bytes_at_a_time, monkeypatch):
     """How each parameter's arrays are updated: in loops of how many iterations, with how many
     totals; None for arrays that are copied whole.
@@ -193,6 +223,9 @@ def test_what_mixes_rows_is_copied_whole(monkeypatch):
     # Each layer is orthogonalized by itself, the table as a whole.
     assert ways["emb"] is None
     assert ways["up"][:2] == (0, 4)
+    # So is each layer updated that an optimizer is mapped over.
+    ways = updated(OPTIMIZERS["by layer"], make, 4 * 4 * 2048, monkeypatch)
+    assert ways["up"] == ways["down"] == (0, 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +305,10 @@ def test_what_cannot_be_offloaded_is_refused():
     plain = {"mesh": "data=8", "rules": sl.rules.data}
     with pytest.raises(ValueError, match="leaves everything on the device"):
         sl.Offload(optimizer=False)
+    with pytest.raises(ValueError, match="fetch the optimizer's state from the device"):
+        sl.Offload(optimizer=False, parameters=True, update="host")
+    with pytest.raises(ValueError, match="'device', 'host'"):
+        sl.Offload(update="cpu")
     with pytest.raises(ValueError, match="'optimizer', 'parameters', 'all'"):
         sl.Strategy(**plain, offload="gradients")
     with pytest.raises(ValueError, match="overlap"):
@@ -343,22 +380,31 @@ def bytes_on_host(state):
         pytest.param("tpu:v5e:2x2", 3, "all", marks=pytest.mark.sentinel),
         ("tpu:v5e:2x2", 1, "optimizer"),
         ("tpu:v6e:1x1", 0, "all"),
+        ("tpu:v5e:2x2", 3, BY_HOST),
+        ("tpu:v6e:1x1", 0, sl.Offload(update="host")),
     ],
 )
 def test_a_program_has_on_the_host_what_was_asked_for(target, zero, offload):
     compiled, state = program(target, zero, offload)
     memory = compiled.memory_analysis()
     expected = bytes_on_host(state)
-    arrays = 3 if offload == "all" else 2
+    arrays = 3 if offload in ("all", BY_HOST) else 2
     assert expected == arrays * 4 * (8 * 256 * 512 + 512 * 256) // (4 if zero else 1)
     assert memory.host_argument_size_in_bytes == expected
     # The new state takes the place of the old one, and nothing else is there.
     assert memory.host_alias_size_in_bytes == expected
     assert memory.host_temp_size_in_bytes == 0
-    # Rows are copied by the side of the computation.
     text = compiled.as_text()
-    assert "dynamic-slice-start" in text
-    assert "dynamic-update-slice-start" in text
+    if isinstance(offload, str):
+        # Rows are copied by the side of the computation.
+        assert "dynamic-slice-start" in text
+        assert "dynamic-update-slice-start" in text
+    else:
+        # The host reads and writes its own memory, and no state is copied.
+        assert 'execution_thread="host"' in text
+        assert "dynamic-update-slice-start" not in text
+        copies = [line for line in text.splitlines() if " copy-start(" in line and "S(5)" in line]
+        assert not copies
 
 
 @pytest.mark.tpu_compiler
@@ -376,10 +422,11 @@ def test_what_the_device_holds_of_the_state_does_not_grow_with_layers(monkeypatc
 
 
 @pytest.mark.tpu_compiler
-def test_a_plan_shows_the_hosts_memory():
+@pytest.mark.parametrize("offload", ["all", BY_HOST])
+def test_a_plan_shows_the_hosts_memory(offload):
     target = sl.Target("tpu:v5e:2x2")
     rules = RULES | sl.AxisRules(mlp=None)
-    strategy = sl.Strategy(mesh=target.mesh("data=4"), rules=rules, zero=3, offload="all")
+    strategy = sl.Strategy(mesh=target.mesh("data=4"), rules=rules, zero=3, offload=offload)
     state = sl.init(lambda: wide(4), optax.adam(1e-3), strategy, abstract=True)
     step = sl.train_step(wide_loss, strategy)
     plan = sl.plan(step, state, jax.ShapeDtypeStruct((8, 16), "int32"), target)

@@ -7,7 +7,7 @@ of the host by accident: it has to be copied first, see `_streamed_update` and `
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ HOST = "pinned_host"
 BYTES_AT_A_TIME = 2**27
 
 WORDS = ("optimizer", "parameters", "all")
+Updater: TypeAlias = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
@@ -34,24 +35,34 @@ class Offload:
       of it to the device, updates them, and copies them back.
     - `parameters`: the parameters, as they are stored. A layer is copied to the device where it is
       used, and gathered there as in ZeRO's stage 3, and a part of them for each part of the update.
+    - `update`: what computes the update of parameters with such arrays, `"device"` or `"host"`. The
+      host takes optimizers whose update of a shard reads no other shard, as of AdamW. The gradient
+      goes to the host, the new parameter comes back, and the optimizer's state stays where it is.
 
     What is small, by the same bound as for ZeRO (`Zero(small=...)`), stays on the device, and so do
     gradients.
 
     >>> Offload(parameters=True)
-    Offload(optimizer=True, parameters=True)
+    Offload(optimizer=True, parameters=True, update='device')
     """
 
     optimizer: bool = True
     parameters: bool = False
+    update: Updater = "device"
 
     def __post_init__(self) -> None:
         optimizer = check.boolean("Offload", "optimizer", self.optimizer)
         parameters = check.boolean("Offload", "parameters", self.parameters)
+        check.choice("Offload", "update", self.update, get_args(Updater))
         if not optimizer and not parameters:
             raise ValueError(
                 "`Offload(optimizer=False, parameters=False)` leaves everything on the device: "
                 "leave `Strategy(offload=...)` out, or choose one."
+            )
+        if self.update == "host" and not optimizer:
+            raise ValueError(
+                '`Offload(optimizer=False, update="host")`: the host would have to fetch the '
+                "optimizer's state from the device. Keep it on the host, `optimizer=True`."
             )
         check.assign(self, optimizer=optimizer, parameters=parameters)
 

@@ -6,7 +6,6 @@ it.
 """
 
 import inspect
-import math
 import re
 from typing import Any, NamedTuple
 
@@ -77,7 +76,8 @@ def update_of(
     if strategy.offloaded is None:
         params, opt_state, _ = moved(*arguments)
     else:
-        params, opt_state, _ = streamed_update(moved, *arguments, _owners(state, trained))
+        by = strategy.offloaded.update
+        params, opt_state, _ = streamed_update(moved, *arguments, _owners(state, trained), by)
     # Errors are not skipped by choice: what is left over of a gradient that is not finite would be
     # added to every gradient after it.
     errors = _where(all_finite, gradient.errors, state.errors)
@@ -114,15 +114,8 @@ def _owner(parameter: Any, position: int, updated: list[int]) -> Owner:
     mesh = parameter.strategy.device_mesh.shape
     spec = parameter.split.spec
     entries = [*spec, *[None] * (len(parameter.shape) - len(spec))]
-    parts = [parts_over(mesh, as_tuple(entry)) for entry in entries]
-    return Owner(
-        parameter.path,
-        parameter.shape,
-        shards=math.prod(parts),
-        whole_dims=tuple(dim for dim, number in enumerate(parts) if number == 1),
-        position=position,
-        positions=tuple(updated),
-    )
+    parts = tuple(parts_over(mesh, as_tuple(entry)) for entry in entries)
+    return Owner(parameter.path, parameter.shape, parts, position, tuple(updated))
 
 
 def _clipped(

@@ -14,6 +14,7 @@ of an update depend on other rows, as a norm over a whole stack does, no dim wil
 of that parameter are copied to the device whole, one parameter after the other.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardlib.step._offload import BYTES_AT_A_TIME, is_on_host, to_device, to_host
+from shardlib.step._host_update import HostUpdate
+from shardlib.step._offload import BYTES_AT_A_TIME, Updater, is_on_host, to_device, to_host
 from shardlib.tracing._jaxpr import JITS, behind, inlined, inputs_of, made_of, variables
 from shardlib.tracing._rows import MixesRowsError, Part, Rows, cut, evaluate_rows
 
@@ -40,8 +42,7 @@ class Owner(NamedTuple):
     Attributes:
         path: where the parameter is.
         shape: its shape.
-        shards: into how many parts the mesh splits it.
-        whole_dims: its dims that no axis of the mesh splits.
+        parts: into how many parts the mesh splits each dim.
         position: its number among the parameters.
         positions: the numbers of what is updated with it, itself first: of the arrays that have
             its shape, among the parameters and then the arrays of the optimizer's state.
@@ -49,10 +50,14 @@ class Owner(NamedTuple):
 
     path: str
     shape: tuple[int, ...]
-    shards: int
-    whole_dims: tuple[int, ...]
+    parts: tuple[int, ...]
     position: int
     positions: tuple[int, ...]
+
+    @property
+    def split_dims(self) -> list[int]:
+        """The dims that the mesh splits."""
+        return [dim for dim, parts in enumerate(self.parts) if parts > 1]
 
 
 def streamed_update(
@@ -62,11 +67,20 @@ def streamed_update(
     gradient: Any,
     others: Any,
     owners: Sequence[Owner],
+    by: Updater = "device",
 ) -> tuple[Any, Any, Any]:
     """What `function(params, opt_state, gradient, others)` returns: the same trees, and the rest.
 
-    Arrays of the first two that are in the host's memory are so in the results. `gradient` is a
-    tree like `params`; `owners` are the parameters that have arrays in the host's memory.
+    Arrays of the first two that are in the host's memory are so in the results.
+
+    Args:
+        function: the update, of whole trees.
+        params: the parameters.
+        opt_state: the optimizer's state.
+        gradient: a tree like `params`.
+        others: what else the update reads, on the device.
+        owners: the parameters that have arrays in the host's memory.
+        by: what updates the arrays of these: the device, or the processors of the host.
     """
     inputs, tree = jax.tree.flatten((params, opt_state, gradient, others))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
@@ -75,7 +89,7 @@ def streamed_update(
     )(*shapes)
     closed = inlined(traced, lambda equation: equation.primitive.name in JITS)
     number = len(jax.tree.leaves((params, opt_state)))
-    results = _Streaming(closed, inputs, number).results(owners)
+    results = _Streaming(closed, inputs, number, by).results(owners)
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
@@ -183,6 +197,7 @@ class _Streaming:
     closed: ClosedJaxpr
     inputs: list[Any]
     number: int
+    by: Updater = "device"
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -191,29 +206,50 @@ class _Streaming:
     def results(self, owners: Sequence[Owner]) -> list[Any]:
         """The results of the trace, those of each owner by itself."""
         loops: list[_Loop] = []
+        by_host: list[HostUpdate] = []
         whole: list[list[int]] = []
         apart: set[int] = set()
         for owner in owners:
             updated = [at for at in owner.positions if self._is_updated(at)]
+            if not updated:
+                continue
             loop = self._loop(owner, updated)
             if loop is not None:
                 loops.append(loop)
             else:
                 whole.append(updated)
+            if self.by == "host":
+                by_host.append(self._on_host(owner, loop))
             apart.update(updated)
         known = _Known(self, {var: total for loop in loops for var, total in loop.totals.items()})
         results = self._not_apart(known, apart)
         # What loops read is known before any of them writes, and none keeps what it has read.
         wholes = [known.values(loop.function.wholes) for loop in loops]
+        updates = by_host if self.by == "host" else loops
         before: list[Any] = []
         for positions in whole:
             wanted = [self.jaxpr.outvars[position] for position in positions]
             for position, value in zip(positions, known.values(wanted, before), strict=True):
                 results[position] = self._in_place(position, value)
             before = [results[position] for position in positions[:1]]
-        for loop, read in zip(loops, wholes, strict=True):
-            results.update(zip(loop.positions, loop.run(self.inputs, read), strict=True))
+        for update, read in zip(updates, wholes, strict=True):
+            results.update(zip(update.positions, update.run(self.inputs, read), strict=True))
         return [results[position] for position in range(len(self.jaxpr.outvars))]
+
+    def _on_host(self, owner: Owner, loop: _Loop | None) -> HostUpdate:
+        """The same update as a loop's by the host, which has each device's shard by itself."""
+        if loop is None:
+            raise _mixing(owner, "no dim of it has rows that are updated by themselves")
+        for dim in owner.split_dims:
+            total = owner.shape[dim]
+            of_a_shard = Rows(0, total // owner.parts[dim], total)
+            function = dataclasses.replace(loop.function, dim=dim, rows=of_a_shard)
+            try:
+                function.check(self.inputs)
+            except MixesRowsError as error:
+                reason = f"the mesh splits dim {dim} into {owner.parts[dim]} parts, and {error}"
+                raise _mixing(owner, reason) from error
+        return HostUpdate(loop.function.body, loop.function.inputs, loop.positions)
 
     def _not_apart(self, known: "_Known", apart: set[int]) -> dict[int, Any]:
         """All results but those `apart`, by position."""
@@ -243,8 +279,12 @@ class _Streaming:
         """The loop that updates the arrays of an owner; None where rows depend on other rows."""
         arrays = [self.inputs[position] for position in owner.positions]
         arrays.append(self.inputs[self._gradient_of(owner)])
-        size = sum(array.size * array.dtype.itemsize for array in arrays) // owner.shards
-        for dim, count in _choices(owner, size):
+        size = sum(array.size * array.dtype.itemsize for array in arrays) // math.prod(owner.parts)
+        choices = _choices(owner, size)
+        if self.by == "host":
+            # It takes all rows at once, and only has to know what is computed of all rows before.
+            choices += [(dim, total) for dim, total in enumerate(owner.shape)]
+        for dim, count in choices:
             try:
                 return self._loop_along(owner, updated, dim, count)
             except MixesRowsError:
@@ -314,6 +354,16 @@ class _Streaming:
     def _is_updated(self, position: int) -> bool:
         """Whether a result is another value than its input."""
         return self.jaxpr.outvars[position] is not self.jaxpr.invars[position]
+
+
+def _mixing(owner: Owner, reason: str) -> ValueError:
+    """The error for a parameter that the host cannot update."""
+    return ValueError(
+        f'`Offload(update="host")`: the host updates the shard of each device by itself, and the '
+        f"optimizer's update of `{owner.path}`, of shape {owner.shape}, reads other shards: "
+        f'{reason}. Take `update="device"`, or an optimizer whose update is elementwise, such as '
+        "`optax.adamw`."
+    )
 
 
 class _Known:
@@ -386,7 +436,9 @@ def _choices(owner: Owner, size: int) -> list[tuple[int, int]]:
     arrays have on each device.
     """
     choices = []
-    for dim in owner.whole_dims:
+    for dim, parts in enumerate(owner.parts):
+        if parts > 1:
+            continue
         # Compilers for TPUs do not write to a part of the last dim of an array of the host.
         if dim == len(owner.shape) - 1:
             continue

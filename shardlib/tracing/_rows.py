@@ -271,6 +271,20 @@ def _dot_general(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
     return _evaluated(equation, [left.value, right.value], [dim])
 
 
+def _placed(param: str) -> Callable[..., list[Part]]:
+    """The rule of an operation that says over which axes an array is split, as in a parameter."""
+
+    def rule(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
+        dim = _row_dim(operands)
+        sharding = equation.params[param]
+        is_named = isinstance(sharding, jax.sharding.NamedSharding)
+        if not is_named or sharding.spec[dim:][:1] not in ((), (None,)):
+            raise MixesRowsError(f"`{equation.primitive.name}` splits the rows: {sharding}")
+        return _evaluated(equation, [operands[0].value], [dim])
+
+    return rule
+
+
 # Calls, branches and loops
 
 
@@ -449,6 +463,8 @@ _RULES: dict[str, Callable[..., list[Part]]] = {
     "rev": _along("dimensions"),
     "slice": _slice,
     "dot_general": _dot_general,
+    "reshard": _placed("dst_sharding"),
+    "sharding_constraint": _placed("sharding"),
     **dict.fromkeys(JITS, _call("jaxpr")),
     "custom_jvp_call": _call("call_jaxpr"),
     "custom_vjp_call": _call("call_jaxpr"),
