@@ -25,7 +25,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib.step._offload import BYTES_AT_A_TIME, is_on_host, to_device, to_host
 from shardlib.tracing._jaxpr import JITS, behind, inlined, inputs_of, made_of, variables
-from shardlib.tracing._rows import MixesRowsError, Part, Rows, cut, evaluate_rows
+from shardlib.tracing._row_rules import MixesRowsError, Part, Rows, cut
+from shardlib.tracing._rows import evaluate_rows
 
 # Rows of more bytes are taken along another dim, if there is one with smaller rows. Those of the
 # first dim are contiguous.
