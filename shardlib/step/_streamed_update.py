@@ -186,11 +186,12 @@ class _Loop:
 
     def _written(self, number: Any, arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """The arrays with the rows of an iteration replaced by its results."""
-        start, dim = number * self.function.rows.count, self.function.dim
+        count, dim = self.function.rows.count, self.function.dim
         written = []
         for array, rows in zip(arrays, results, strict=True):
             if is_on_host(array):
                 rows = to_host(rows)
+            start = number * count
             written.append(lax.dynamic_update_slice_in_dim(array, rows, start, dim))
         return written
 
