@@ -40,6 +40,7 @@ from shardlib.tracing._jaxpr import (
     inlined,
     inputs_of,
     made_of,
+    picked,
     scan_parts,
     variables,
 )
@@ -86,11 +87,11 @@ class Cut:
         """
         # All that is known without running a layer.
         values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        values |= dict(zip([self.jaxpr.invars[k] for k in self.outer], outer, strict=True))
+        values |= dict(zip(picked(self.jaxpr.invars, self.outer), outer, strict=True))
         values |= dict(zip(self.jaxpr.invars[self.weight_count :], inputs, strict=True))
         for cut_loop in self.loops:
             if cut_loop.batch_only_outputs:
-                outputs = [cut_loop.equation.outvars[k] for k in cut_loop.batch_only_outputs]
+                outputs = picked(cut_loop.equation.outvars, cut_loop.batch_only_outputs)
                 computed = batch_only_values(cut_loop, *self._local_inputs(cut_loop, values))
                 values |= dict(zip(outputs, computed, strict=True))
         return values
@@ -98,8 +99,8 @@ class Cut:
     def _local_inputs(self, cut_loop: Loop, values: dict[Any, Any]) -> tuple[Arrays, Arrays]:
         """The values of a loop's shared and of its per-layer inputs, out of known values."""
         inputs = cut_loop.equation.invars
-        shared = [inputs[k] for k in cut_loop.shared_inputs]
-        per_layer = [inputs[k] for k in cut_loop.per_layer_inputs]
+        shared = picked(inputs, cut_loop.shared_inputs)
+        per_layer = picked(inputs, cut_loop.per_layer_inputs)
         # Computed together, since they may have equations in common.
         computed = made_of(self.jaxpr, [*shared, *per_layer], values)
         return computed[: len(shared)], computed[len(shared) :]
@@ -143,10 +144,10 @@ class Cut:
     def constants(self, loop: int, outer: Arrays) -> tuple[Arrays, Arrays]:
         """A loop's trained constants and its frozen ones, computed from weights only."""
         cut_loop = self.loops[loop]
-        names = [*self.jaxpr.constvars, *[self.jaxpr.invars[k] for k in self.outer]]
+        names = [*self.jaxpr.constvars, *picked(self.jaxpr.invars, self.outer)]
         values = dict(zip(names, [*self.consts, *outer], strict=True))
         numbers = (*cut_loop.trained_constants, *cut_loop.frozen_constants)
-        computed = made_of(self.jaxpr, [cut_loop.equation.invars[k] for k in numbers], values)
+        computed = made_of(self.jaxpr, picked(cut_loop.equation.invars, numbers), values)
         split = len(cut_loop.trained_constants)
         return computed[:split], computed[split:]
 
@@ -158,14 +159,14 @@ class Cut:
         `travelled` is what comes out of the last part of the last loop.
         """
         values = self._values(outer, inputs) | self._after(len(self.loops) - 1, travelled)
-        return made_of(self.jaxpr, [self.jaxpr.outvars[k] for k in wanted], values)
+        return made_of(self.jaxpr, picked(self.jaxpr.outvars, wanted), values)
 
     def aside(self, outer: Arrays, inputs: Arrays, wanted: Sequence[int]) -> Arrays | None:
         """The outputs whose numbers are `wanted`, if they can be computed without any layer.
 
         The result is None if at least one of them is made by layers.
         """
-        atoms = [self.jaxpr.outvars[k] for k in wanted]
+        atoms = picked(self.jaxpr.outvars, wanted)
         values = self._values(outer, inputs)
         for atom in atoms:
             if atom not in values and outputs_behind(self.jaxpr, [atom], self.loops):
@@ -201,7 +202,7 @@ class Cut:
         """The trained outer weights behind the trained constants of a loop."""
         cut_loop = self.loops[loop]
         inputs = cut_loop.equation.invars
-        return self._trained_behind([inputs[k] for k in cut_loop.trained_constants])
+        return self._trained_behind(picked(inputs, cut_loop.trained_constants))
 
     @cached_property
     def head_weights(self) -> list[int]:

@@ -27,6 +27,7 @@ from shardlib.pipeline._outside_loops import OutsideLoops
 from shardlib.pipeline._pass_row import PassRow
 from shardlib.pipeline._passes import Passes
 from shardlib.pipeline._program import Program, channel
+from shardlib.tracing._jaxpr import picked
 
 
 class _State(NamedTuple):
@@ -75,11 +76,11 @@ class Executor:
         layer_sums = []
         for loop in range(len(self.cut.loops)):
             of_constants = self.passes.empty_constant_sums(loop)
-            of_stacked = [sums[k] for k in self._trained_stacks(loop)]
+            of_stacked = picked(sums, self._trained_stacks(loop))
             layer_sums.append([*of_constants, *of_stacked])
         start = _State(
             self.passes.buffers(),
-            [sums[k] for k in self.cut.outer],
+            picked(sums, self.cut.outer),
             layer_sums,
             self._empty_totals(),
         )

@@ -15,7 +15,7 @@ of that parameter are copied to the device whole, one parameter after the other.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from shardlib.tracing._jaxpr import (
     inlined,
     inputs_of,
     made_of,
+    picked,
     shapes_of,
     variables,
 )
@@ -181,7 +182,7 @@ class _Loop:
                 now[position] = array
             return self._written(number, updated, self.function(number, now, wholes))
 
-        updated = _picked(arrays, self.positions)
+        updated = picked(arrays, self.positions)
         return lax.fori_loop(0, self.function.times, iteration, updated)
 
     def _written(self, number: Any, arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -248,7 +249,7 @@ class _Streaming:
                 results[position] = inputs[atom]
             else:
                 rest.append(position)
-        values = known.values(_picked(self.jaxpr.outvars, rest))
+        values = known.values(picked(self.jaxpr.outvars, rest))
         for position, value in zip(rest, values, strict=True):
             results[position] = self._in_place(position, value)
         return results
@@ -277,7 +278,7 @@ class _Streaming:
         What mixes rows is taken out of the loop where it can be: a norm of all rows is known before
         any of them is updated. Raises `MixesRowsError` where rows depend on other rows still.
         """
-        outvars = _picked(self.jaxpr.outvars, updated)
+        outvars = picked(self.jaxpr.outvars, updated)
         rows = Rows(0, count, owner.shape[dim])
         totals: dict[Any, _Total] = {}
         # Each round takes an equation out that is evaluated before the loop, for all rows.
@@ -309,7 +310,7 @@ class _Streaming:
             before: variables that are known before, and read whole.
         """
         positions = (*owner.positions, self._gradient_of(owner))
-        by_rows = _picked(self.jaxpr.invars, positions)
+        by_rows = picked(self.jaxpr.invars, positions)
         equations = _depending(behind(self.jaxpr, outvars, before), by_rows)
         made = set(by_rows)
         for equation in equations:
@@ -378,7 +379,7 @@ class _Known:
             wholes = self.values(total.function.wholes)
             self.known[var] = total.run(self.streaming.inputs, wholes)
         copied = [var for var in self.on_host if var in read]
-        arrays = _picked(self.on_host, copied)
+        arrays = picked(self.on_host, copied)
         if arrays and before:
             arrays, _ = lax.optimization_barrier((arrays, list(before)))
         on_device = dict(zip(copied, map(to_device, arrays), strict=True))
@@ -406,22 +407,13 @@ def _depending(equations: Sequence[Any], by_rows: Sequence[Any]) -> list[Any]:
             dependent.update(equation.outvars)
     # A value that is spread would take as much memory outside of the loop as all rows.
     read: set[Any] = set()
-    for equation in _picked(equations, chosen):
+    for equation in picked(equations, chosen):
         read.update(variables(equation.invars))
     for number, equation in enumerate(equations):
         is_spread = equation.primitive.name == "broadcast_in_dim"
         if is_spread and not read.isdisjoint(equation.outvars):
             chosen.add(number)
-    return _picked(equations, sorted(chosen))
-
-
-def _picked(values: Any, keys: Iterable[Any]) -> list[Any]:
-    """The values of a list at some positions, or those of a mapping under some keys.
-
-    >>> _picked(["embed", "up", "down"], [2, 0])
-    ['down', 'embed']
-    """
-    return [values[key] for key in keys]
+    return picked(equations, sorted(chosen))
 
 
 def _choices(owner: Owner, size: int) -> list[tuple[int, int]]:
