@@ -374,10 +374,12 @@ class _Known:
         """
         jaxpr = self.streaming.jaxpr
         read = self._read(wanted)
-        for var in read & self.totals.keys() - self.known.keys():
-            total = self.totals[var]
-            wholes = self.values(total.function.wholes)
-            self.known[var] = total.run(self.streaming.inputs, wholes)
+        # In the order in which they were found. That of a set is another one in each process, and
+        # processes have to run the same program.
+        for var, total in self.totals.items():
+            if var in read and var not in self.known:
+                wholes = self.values(total.function.wholes)
+                self.known[var] = total.run(self.streaming.inputs, wholes)
         copied = [var for var in self.on_host if var in read]
         arrays = picked(self.on_host, copied)
         if arrays and before:
