@@ -142,7 +142,10 @@ class Cut:
         return self._local_inputs(self.loops[loop], self._values(outer, inputs))
 
     def constants(self, loop: int, outer: Arrays) -> tuple[Arrays, Arrays]:
-        """A loop's trained constants and its frozen ones, computed from weights only."""
+        """A loop's trained constants and its frozen ones, computed from weights only.
+
+        They are the same for all microbatches, so that a stage computes them once.
+        """
         cut_loop = self.loops[loop]
         names = [*self.jaxpr.constvars, *picked(self.jaxpr.invars, self.outer)]
         values = dict(zip(names, [*self.consts, *outer], strict=True))
@@ -339,7 +342,10 @@ def _scans_over(jaxpr: Jaxpr, is_stacked: Sequence[bool]) -> list[LayerScan]:
 
 
 def _followed(jaxpr: Jaxpr, weights: Sequence[Weight], loops: list[Any]) -> _Traced:
-    """The loss with what each of its variables is computed from, other than through `loops`."""
+    """The loss with what each of its variables is computed from, other than through `loops`.
+
+    What comes out of a loop is there after the last stage only, whatever it was computed from.
+    """
     number_of = {jaxpr.invars[k]: k for k in range(len(weights))}
     outer = {var: k for var, k in number_of.items() if weights[k].stacked_dim is None}
     of_weights: Sources = {}

@@ -152,7 +152,10 @@ def describe(state: State) -> Description:
 
 
 def _bytes_by_kind(state: State) -> dict[str, int]:
-    """The bytes that each device holds of a state, by what they are for."""
+    """The bytes that each device holds of a state, by what they are for.
+
+    What is in the host's memory is counted with the rest, and once more by itself.
+    """
     sizes = {
         "parameters": _total_per_device((state.params, state.frozen)),
         "optimizer state": _total_per_device(state.opt_state),
@@ -219,7 +222,11 @@ class _Remarks:
             self.data_axes = " and ".join(layout.strategy.zero_axes)
 
     def of(self, path: str, shape: tuple[int, ...]) -> str:
-        """The remark on one parameter; empty if there is nothing to say."""
+        """The remark on one parameter; empty if there is nothing to say.
+
+        It says what its names do not: that it is frozen, or has no names; which of several
+        candidates a rule took; and why ZeRO leaves it whole.
+        """
         split = self.splits.get(path)
         is_split = split is not None and split.dim is not None
         parts: list[str] = []
@@ -284,7 +291,10 @@ def _bytes_per_device(leaf: Any) -> int:
 
 
 def _total_per_device(tree: Any) -> int:
-    """The bytes of all arrays of a tree on each device."""
+    """The bytes of all arrays of a tree on each device.
+
+    All devices have as many: layouts split evenly.
+    """
     return sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))
 
 

@@ -219,7 +219,10 @@ class _LocalExchange:
         return Gradient(values, errors, jnp.sum(squares), jnp.isfinite(squares))
 
     def averaged(self, sums: list[jax.Array], errors: ErrorsByPath) -> Gradient:
-        """Average the workers' gradients."""
+        """Average the workers' gradients, by the exchange.
+
+        What is not averaged has been summed exactly, and goes by.
+        """
         unknown = [None] * len(self.averaged_positions)
         values, errors = self._average(sums, self._own_gradients(sums), errors, unknown)
         return self.measured(values, errors)
@@ -313,7 +316,13 @@ class _LocalExchange:
     def _sums_in_parts(
         self, arrays: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
     ) -> Iterator[jax.Array]:
-        """Sums of arrays that are the same along the axes `shared`, of which each sums a part."""
+        """Sums of arrays that are the same along the axes `shared`, of which each sums a part.
+
+        Args:
+            arrays: what is summed, each device's own summand.
+            over: the axes of the workers, along which the sums go.
+            shared: the axes along which all devices have the same arrays.
+        """
         # Together, so that small arrays share one collective of useful size.
         flat = jnp.concatenate([x.reshape(-1) for x in arrays])
         count = parts_over(self.sizes, shared)
@@ -465,7 +474,10 @@ def _squares(
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
-    """The sum of the squares of an array, added up in 32 bits or more."""
+    """The sum of the squares of an array, added up in 32 bits or more.
+
+    In 16 bits, a sum of thousands of squares stops growing long before it is done.
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jnp.sum(_square(wide)).astype(jnp.float32)
 
@@ -488,7 +500,13 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def pieces(exchange: Exchange, parameter: Parameter, sizes: Mapping[str, int]) -> Pieces:
-    """How a device's shard of a parameter's gradient is cut for the exchange."""
+    """How a device's shard of a parameter's gradient is cut for the exchange.
+
+    Args:
+        exchange: says over which axes it is averaged.
+        parameter: the parameter, with its layout at rest.
+        sizes: how many devices the mesh has along each axis.
+    """
     over, split = exchange.over(parameter), spec_axes(parameter.stored)
     # ZeRO and the names split evenly, so that all shards have as many elements.
     elements = math.prod(parameter.shape) // parts_over(sizes, split)

@@ -224,7 +224,12 @@ class _Layers:
         return self._value(chosen), size, flops
 
     def _solved(self, columns: Sequence[tuple[int, Choice]], limit: float) -> list[int]:
-        """How many layers have each choice for a kind of block, by the integer program."""
+        """How many layers have each choice for a kind of block, by the integer program.
+
+        Args:
+            columns: the choices, each with its kind of block.
+            limit: the bytes that all of them may take, infinity for any.
+        """
         count = len(columns)
         sizes = np.array([choice.size for _, choice in columns])
         flops = np.array([choice.flops for _, choice in columns])

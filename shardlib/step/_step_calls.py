@@ -103,7 +103,10 @@ def check_experts(layout: Layout, strategy: Strategy, used: set[str]) -> None:
 
 
 def unused_rules(strategy: Strategy, layouts: Iterable[Layout], used: set[str]) -> tuple[str, ...]:
-    """Rules that split something and that no parameter and no annotation uses."""
+    """Rules that split something and that no parameter and no annotation uses.
+
+    A rule is left over where a name is misspelt, in the rules or in the model.
+    """
     used = used | {BATCH}
     for layout in layouts:
         for _, names in layout.names:

@@ -144,7 +144,10 @@ class Strategy:
         return dict(self.mesh.shape)
 
     def _check_fields(self) -> None:
-        """Refuse values of a wrong type or out of range, each field by itself."""
+        """Refuse values of a wrong type or out of range, each field by itself.
+
+        What does not go together is mostly found out later, when the axes of the mesh are known.
+        """
         check.kind(
             "Strategy", "rules", self.rules, AxisRules, "`AxisRules`, such as `sl.rules.data`"
         )
@@ -220,7 +223,10 @@ class Strategy:
         return self
 
     def _check_exchange(self, axes: Mapping[str, int]) -> None:
-        """Refuse an exchange over axes that carry no gradients, or over which ZeRO splits."""
+        """Refuse an exchange over axes that carry no gradients, or over which ZeRO splits.
+
+        Either would be a strategy that prints what no step does.
+        """
         zero = self.sharding
         exchanged_over = self.exchange.axes
         if not exchanged_over:
@@ -288,7 +294,11 @@ class Strategy:
         return "is no axis of the mesh"
 
     def _check_pipeline(self, axes: Mapping[str, int]) -> None:
-        """Refuse a schedule that cannot be run, or not with the other fields."""
+        """Refuse a schedule that cannot be run, or not with the other fields.
+
+        A field that means something else in a pipeline, or nothing, is not passed over: the error
+        says what to take in its place.
+        """
         schedule: Any = self.pipeline
         check_is_schedule(schedule)
         check_table(schedule)

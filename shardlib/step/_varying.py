@@ -43,7 +43,10 @@ _SENDS = {
 def varying_outputs(
     jaxpr: ClosedJaxpr, varying_inputs: Sequence[bool], axes: Iterable[str]
 ) -> list[bool]:
-    """For each output, whether it may differ along the manual `axes`, given which inputs do."""
+    """For each output, whether it may differ along the manual `axes`, given which inputs do.
+
+    It errs on one side: an output that it calls the same is the same on all devices along the axes.
+    """
     every = frozenset(axes)
     inputs: list[Axes] = []
     for varies in varying_inputs:

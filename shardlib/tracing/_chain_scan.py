@@ -120,7 +120,10 @@ class _ChainLoop:
     reverse: bool
 
     def run(self, operands: _Operands) -> tuple[list[Any], list[Any]]:
-        """The last carry, and what is stacked."""
+        """The last carry, and what is stacked, with a derivative that goes by the table.
+
+        JAX differentiates floats alone, so operands are taken apart by dtype and merged again.
+        """
         given = [*operands.consts, *operands.carry, *operands.xs]
         inputs, outputs = _differentiable(given), _differentiable(self.body.out_avals)
         # With symbolic zeros, each primal comes with whether it is differentiated. JAX takes no
@@ -168,7 +171,11 @@ class _ChainLoop:
         return [*carry, *ys]
 
     def forward(self, operands: _Operands) -> tuple[list[Any], _Saved]:
-        """The results, and what is kept for the backward pass."""
+        """The results, and what is kept for the backward pass.
+
+        Every layer writes its input to a place. Where the table keeps it in no slot, that is the
+        place of what is at hand, which the next layer overwrites: so all layers do the same.
+        """
         consts, init, xs = operands
         places = _rows(init, len(self.table.kept) + 1)
 
@@ -207,7 +214,10 @@ class _ChainLoop:
         return layer.gradients(_Operands(sums, carry, xs))
 
     def advanced(self, saved: _Saved, tick: "_Tick", places: list[Any]) -> list[Any]:
-        """The places after the table's evaluations of a tick."""
+        """The places after the table's evaluations of a tick.
+
+        How many there are differs by tick, and is known to the running program only.
+        """
         advances = [one for one in self.table.actions if isinstance(one, Advance)]
         # A table without any has no rows that a loop, even one of no turns, could read.
         if not advances:
@@ -252,7 +262,14 @@ class _Differentiated:
     def of(
         cls, loop: _ChainLoop, moving: _Operands, saved: _Saved, cotangents: list[Any]
     ) -> "_Differentiated":
-        """That of a loop: `moving` says it of each input, and cotangents may be symbolic."""
+        """That of a loop.
+
+        Args:
+            loop: the loop.
+            moving: for each input whether the loss moves with it.
+            saved: what the forward pass kept.
+            cotangents: those of the results, symbolic where they are known to be zero.
+        """
         is_float = _differentiable(loop.body.out_avals[: loop.counts.carry]).is_float
         stacked = cotangents[loop.counts.carry :]
         live = (*is_float, *[isinstance(one, jax.Array) for one in stacked])
@@ -277,7 +294,13 @@ class _Differentiated:
         return (gradients.carry, sums, places), gradients.xs
 
     def __call__(self, state: list[Any], x: list[Any], cotangents: list[Any]) -> _Operands:
-        """The gradients of the inputs that move, at the input of a layer."""
+        """The gradients of the inputs that move, at the input of a layer.
+
+        Args:
+            state: what the layer was given by the one before.
+            x: its part of the stacks.
+            cotangents: those of the outputs that are `live`.
+        """
         inputs = self.saved.consts, state, x
         moved, fixed = zip(*map(Partition.split, self.moving, inputs), strict=True)
 

@@ -152,7 +152,10 @@ def _walk_scan(equation: Any, place: _Place, count: _Count) -> None:
 
 
 def _walk_while(equation: Any, place: _Place, count: _Count) -> None:
-    """Add a loop whose length is not known, which counts as one round."""
+    """Add a loop whose length is not known, which counts as one round.
+
+    If it has products, it is noted as unknown, so that nobody takes the count for all there is.
+    """
     inner = _Count()
     _walk_held(equation, place.inside(equation), inner)
     if inner.total:

@@ -140,7 +140,11 @@ def holds_runs(equation: Any) -> bool:
 
 
 def bodies_of_runs(body: ClosedJaxpr, length: int) -> list[tuple[int, ClosedJaxpr]]:
-    """The bodies of a loop whose layers differ, each with the iteration before which it stops."""
+    """The bodies of a loop whose layers differ, each with the iteration before which it stops.
+
+    Iterations that follow each other and keep the same share one. A loop without a `LoopPolicy` has
+    one body for all.
+    """
     policies = []
     for equation in every_equation(body.jaxpr):
         if is_block(equation) and isinstance(equation.params["policy"], LoopPolicy):

@@ -134,7 +134,10 @@ class _Loop:
     def forward(
         self, consts: list[Any], init: list[Any], xs: list[Any], moving: _Moving
     ) -> tuple[tuple[list[Any], list[Any]], Any]:
-        """The results, and the backward pass as a function of their cotangents."""
+        """The results, and the backward pass as a function of their cotangents.
+
+        Each run is a loop of its own, which takes the carry of the run before.
+        """
         # A carry that starts as a constant is differentiated once a layer has added to it.
         moving = moving._replace(init=Partition.by_dtype(init))
         layer_shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
@@ -210,7 +213,10 @@ class _Gradients(NamedTuple):
     def zeros(
         cls, carry: list[Any], moving: _Moving, consts: list[Any], xs: list[Any]
     ) -> "_Gradients":
-        """Those behind the last layer, of whose carry they are known."""
+        """Those behind the last layer, of whose carry they are known.
+
+        Stacks start as zeros of their whole size, into which each layer puts its own.
+        """
         zero_consts = map(jnp.zeros_like, moving.consts.floats(consts))
         zero_xs = map(jnp.zeros_like, moving.xs.floats(xs))
         return cls(carry, list(zero_consts), list(zero_xs))
@@ -250,7 +256,10 @@ class _RunDerivative:
     def forward(
         self, consts: list[Any], carry: list[Any], xs: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """The next run's carry, and the outputs and what is kept of each layer, stacked."""
+        """The next run's carry, and the outputs and what is kept of each layer, stacked.
+
+        Layers are picked from the whole stack by number: a part of the stack would be a copy.
+        """
 
         def iteration(carry: Any, number: Any) -> Any:
             carry, outputs, kept = self.layer.forward(consts, carry, _layer(xs, number))
@@ -340,7 +349,15 @@ class _Derivative:
     def of(
         cls, step: Step, consts: list[Any], carry: list[Any], layer: list[Any], moving: _Moving
     ) -> "_Derivative":
-        """Trace an iteration. Shapes will do for its arguments."""
+        """Trace an iteration with its derivative. Shapes will do for its arguments.
+
+        Args:
+            step: the iteration.
+            consts: what every iteration gets.
+            carry: what the layer before returned.
+            layer: one layer of the stacks.
+            moving: which of these are differentiated.
+        """
         linearization = _Linearization(step, moving)
         traced = jax.make_jaxpr(linearization.evaluate)(consts, carry, layer)
         carries, outputs = linearization.carries, linearization.outputs
@@ -362,7 +379,10 @@ class _Derivative:
     def forward(
         self, consts: list[Any], carry: list[Any], layer: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """The next carry, the outputs, and what is kept for the backward pass."""
+        """The next carry, the outputs, and what is kept for the backward pass.
+
+        Residuals that every iteration has in any case are left out, so that no loop stacks them.
+        """
         jaxpr, count = self.traced.jaxpr, self.result_count
         wanted = jaxpr.replace(outvars=[*jaxpr.outvars[:count], *self.kept])
         results = jaxpr_as_fun(ClosedJaxpr(wanted, self.traced.consts))(*consts, *carry, *layer)

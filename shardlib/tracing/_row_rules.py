@@ -217,7 +217,10 @@ def _slice(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
 
 
 def _dot_general(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    """A product for each row, or one in which the rows are a dim of the result."""
+    """A product for each row, or one in which the rows are a dim of the result.
+
+    Refused are sums over the rows, and products of all pairs of rows.
+    """
     contracted, batched = equation.params["dimension_numbers"]
     left, right = operands
     for operand, own in zip(operands, contracted, strict=True):

@@ -202,7 +202,10 @@ class _Scan:
 
     @classmethod
     def of(cls, equation: Any, operands: list[Part], rows: Rows) -> "_Scan":
-        """The loop of an equation."""
+        """The loop of an equation, for some rows.
+
+        Raises `MixesRowsError` where it goes over the rows, one in each iteration.
+        """
         body = _RowFunction(equation.params["jaxpr"], rows)
         num_consts, num_carry = scan_parts(equation)
         consts, others = operands[:num_consts], operands[num_consts:]
@@ -251,7 +254,10 @@ def _scan(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
 
 
 def _while(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    """A loop that is not ended by rows."""
+    """A loop that is not ended by rows.
+
+    Its condition may read whole values only, such as a counter.
+    """
     params = equation.params
     condition = _RowFunction(params["cond_jaxpr"], rows)
     body = _RowFunction(params["body_jaxpr"], rows)
@@ -274,7 +280,10 @@ def _while(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
 
 
 def _cond(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    """A branch that is not chosen by rows."""
+    """A branch that is not chosen by rows.
+
+    Both branches are evaluated for these rows, and return them along the same dims.
+    """
     index, arguments = operands[0], operands[1:]
     if index.has_rows:
         raise MixesRowsError("`cond` is chosen by rows")
