@@ -208,20 +208,22 @@ def _learn(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> dict[st
     total = sum(map(len, sample))
     progress = Progress(f"learning {size:,} tokens", total)
 
-    def texts() -> Iterator[str]:
-        done = 0
-        for raw in sample:
-            # A text that was cut may end within a character.
-            yield raw.decode(errors="ignore")
-            done += len(raw)
-            progress.at(done)
-
     try:
-        learned = learn_tokenizer(size, texts(), corpus.end).to_str(pretty=True)
+        learned = learn_tokenizer(size, _texts(sample, progress), corpus.end).to_str(pretty=True)
     finally:
         progress.close()
     _write_text(folder / "tokenizer.json", learned)
     return {"learned_documents": len(sample), "learned_bytes": total}
+
+
+def _texts(sample: list[bytes], progress: Progress) -> Iterator[str]:
+    """The texts of a sample, while whoever reads them is shown to get on."""
+    done = 0
+    for raw in sample:
+        # A text that was cut may end within a character.
+        yield raw.decode(errors="ignore")
+        done += len(raw)
+        progress.at(done)
 
 
 def _sample(corpus: Corpus, sources: tuple[Source, ...]) -> list[bytes]:

@@ -271,21 +271,29 @@ def cut(
     check_loops(jaxpr, scans, weights, names)
     _check_readers(jaxpr, weights, scans)
     parts = _followed(jaxpr, weights, [scan.equation for scan in scans])
-    loops: list[Loop] = []
-    for scan in scans:
-        # What a loop takes is sorted by what the loops before it gave.
-        loop = _with_inputs_sorted(parts, scan.equation, loops)
-        check_inputs(jaxpr, loop, loops, _unnamed_paths(parts, loop))
-        loops.append(_with_outputs_sorted(jaxpr, loop))
     return Cut(
         jaxpr=jaxpr,
         consts=flat.consts,
-        loops=_with_passing(jaxpr, loops),
+        loops=_sorted_loops(parts, scans),
         outer=tuple(k for k in range(len(weights)) if not is_stacked[k]),
         trained=frozenset(k for k, weight in enumerate(weights) if weight.trained),
         weight_count=len(weights),
         trained_sources=parts.of_trained,
     )
+
+
+def _sorted_loops(traced: _Traced, scans: Sequence[LayerScan]) -> tuple[Loop, ...]:
+    """The loops with their inputs and outputs sorted by how stages get them.
+
+    Inputs that no stage could get are refused.
+    """
+    loops: list[Loop] = []
+    for scan in scans:
+        # What a loop takes is sorted by what the loops before it gave.
+        loop = _with_inputs_sorted(traced, scan.equation, loops)
+        check_inputs(traced.jaxpr, loop, loops, _unnamed_paths(traced, loop))
+        loops.append(_with_outputs_sorted(traced.jaxpr, loop))
+    return _with_passing(traced.jaxpr, loops)
 
 
 def _check_readers(jaxpr: Jaxpr, weights: Sequence[Weight], scans: Sequence[LayerScan]) -> None:
@@ -467,16 +475,20 @@ def _with_outputs_sorted(jaxpr: Jaxpr, loop: Loop) -> Loop:
     for k in range(carries, len(outputs)):
         if outputs[k] not in read:
             continue
-        equations = behind(body, [body.outvars[k]])
-        needed = inputs_of(equations)
-        # An output may be an input as it is, with no equation in between.
-        if not equations:
-            needed = variables([body.outvars[k]])
-        if local.issuperset(needed):
+        if local.issuperset(_inputs_behind(body, body.outvars[k])):
             batch_only.append(k)
         else:
             stacked.append(k)
     return replace(loop, batch_only_outputs=tuple(batch_only), stacked_outputs=tuple(stacked))
+
+
+def _inputs_behind(body: Jaxpr, output: Any) -> list[Any]:
+    """The inputs and constants of a loop's body that one of its outputs is computed from."""
+    equations = behind(body, [output])
+    # An output may be an input as it is, with no equation in between.
+    if not equations:
+        return variables([output])
+    return inputs_of(equations)
 
 
 def _with_passing(jaxpr: Jaxpr, loops: Sequence[Loop]) -> tuple[Loop, ...]:

@@ -261,11 +261,11 @@ def outputs_behind(
     """
     # No variable is an output of two loops.
     loop_of_output: dict[Any, int] = {}
-    without_layers = set()
+    without_layers: set[Any] = set()
     for number, loop in enumerate(loops):
-        loop_of_output.update(dict.fromkeys(loop.equation.outvars, number))
-        for k in loop.batch_only_outputs:
-            without_layers.add(loop.equation.outvars[k])
+        outputs = loop.equation.outvars
+        loop_of_output.update(dict.fromkeys(outputs, number))
+        without_layers.update(picked(outputs, loop.batch_only_outputs))
     # An output of a loop is taken as given here: what lies behind it is the loop's own affair.
     equations = behind(jaxpr, wanted, loop_of_output)
     read = dict.fromkeys([*inputs_of(equations), *variables(wanted)])

@@ -126,17 +126,11 @@ def describe(state: State) -> Description:
         )
     layout = state.layout
     names, relations = dict(layout.names), dict(layout.relations)
-    remarks = _Remarks(state, names)
-    # Both trained and frozen ones are parameters of the model, in its own order.
-    parameters = state.params, state.frozen
-    rows: list[Row] = []
-    for tree in (combine(*parameters), state.rest):
-        for path, leaf in named_leaves(tree):
-            rows.append(_row(path, leaf, names.get(path), remarks.of(path, leaf.shape)))
-    optimizer_rows: list[Row] = []
+    rows = _rows_of_model(state, names)
+    optimizer_rows = []
     for path, leaf in named_leaves(state.opt_state):
         optimizer_rows.append(_row(path, leaf, names.get(path), relations[path].reason))
-    leaves = jax.tree.leaves(parameters)
+    leaves = jax.tree.leaves((state.params, state.frozen))
     return Description(
         mesh=format_mesh(layout.strategy.device_mesh),
         rows=tuple(rows),
@@ -149,6 +143,19 @@ def describe(state: State) -> Description:
         idle_axes=_idle_axes(layout.strategy.device_mesh.shape, layout.rules, rows),
         order=orders(layout.strategy, names, [(row.path, row.shape) for row in rows]),
     )
+
+
+def _rows_of_model(state: State, names: Mapping[str, Names]) -> list[Row]:
+    """The rows of parameters, and then those of the model's other arrays.
+
+    Trained and frozen ones are both parameters of the model, and come in its own order.
+    """
+    remarks = _Remarks(state, names)
+    rows: list[Row] = []
+    for tree in (combine(state.params, state.frozen), state.rest):
+        for path, leaf in named_leaves(tree):
+            rows.append(_row(path, leaf, names.get(path), remarks.of(path, leaf.shape)))
+    return rows
 
 
 def _bytes_by_kind(state: State) -> dict[str, int]:

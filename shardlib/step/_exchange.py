@@ -284,13 +284,8 @@ class _LocalExchange:
         over workers, and then they gather the parts: the network between workers carries every
         value once.
         """
-        # Positions here are those in `own`, not among all parameters.
         totals = list(own)
-        # Arrays that are summed over the same axes go in one collective.
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for position, i in enumerate(self.averaged_positions):
-            groups[self.axes_of[i].over, self.axes_of[i].shared].append(position)
-        for (over, shared), group in groups.items():
+        for (over, shared), group in self._groups_by_axes().items():
             for bucket in buckets(own, group, self.exchange.within.bucket_bytes):
                 parts = [own[position] for position in bucket]
                 summed = self._summed_in_one_collective(parts, over, shared)
@@ -298,6 +293,17 @@ class _LocalExchange:
                     # The dtype of the means of messages, which the step's other branch returns.
                     totals[position] = total.astype(jnp.float32)
         return totals
+
+    def _groups_by_axes(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]]:
+        """The gradients that are summed over the same axes, which may go in one collective.
+
+        They are known by their positions in `own`, not among all parameters. The keys are the axes
+        of the workers, and those along which a worker's devices hold the same values.
+        """
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for position, i in enumerate(self.averaged_positions):
+            groups[self.axes_of[i].over, self.axes_of[i].shared].append(position)
+        return groups
 
     def _summed_in_one_collective(
         self, parts: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
@@ -330,10 +336,7 @@ class _LocalExchange:
         rows = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
         part = lax.psum(rows[lax.axis_index(shared)], over)
         whole = lax.all_gather(part, shared, axis=0, tiled=True)
-        first = 0
-        for x in arrays:
-            yield whole.reshape(-1)[first : first + x.size].reshape(x.shape)
-            first += x.size
+        return _shaped_like(arrays, whole.reshape(-1))
 
     def _own_gradients(self, sums: list[jax.Array]) -> list[jax.Array]:
         """The gradients of this worker alone.
@@ -431,6 +434,17 @@ class _LocalExchange:
         if every_axis:
             bad = lax.psum(bad, every_axis)
         return bad == 0
+
+
+def _shaped_like(arrays: Sequence[jax.Array], flat: jax.Array) -> Iterator[jax.Array]:
+    """The numbers of one array taken apart into arrays of the shapes of others, in order.
+
+    What is left over is padding.
+    """
+    first = 0
+    for x in arrays:
+        yield flat[first : first + x.size].reshape(x.shape)
+        first += x.size
 
 
 def _own_error(error: Errors) -> Errors:

@@ -218,14 +218,10 @@ class _ChainLoop:
 
         How many there are differs by tick, and is known to the running program only.
         """
-        advances = [one for one in self.table.actions if isinstance(one, Advance)]
+        table = self._advances()
         # A table without any has no rows that a loop, even one of no turns, could read.
-        if not advances:
+        if not table:
             return places
-        layers, sources, targets = np.asarray(advances, np.int32).T
-        if self.reverse:
-            layers = self.table.layers - 1 - layers
-        table = list(map(jnp.asarray, (layers, sources, targets)))
 
         def advance(number: Any, places: list[Any]) -> list[Any]:
             layer, source, target = _read(table, number)
@@ -233,6 +229,16 @@ class _ChainLoop:
             return _written(places, target, state)
 
         return lax.fori_loop(tick.first, tick.end, advance, places)
+
+    def _advances(self) -> list[Any]:
+        """The table's evaluations as arrays: their layers, sources and targets; empty if none."""
+        advances = [one for one in self.table.actions if isinstance(one, Advance)]
+        if not advances:
+            return []
+        layers, sources, targets = np.asarray(advances, np.int32).T
+        if self.reverse:
+            layers = self.table.layers - 1 - layers
+        return list(map(jnp.asarray, (layers, sources, targets)))
 
     def _in_order(self, numbers: Sequence[int]) -> np.ndarray:
         """Numbers of layers from the first to the last, in the order in which `xs` has them."""

@@ -70,29 +70,40 @@ def _count(jaxpr: Jaxpr) -> int:
 
 
 def _assigned(jaxpr: Jaxpr, policies: Iterator[Policy]) -> Jaxpr:
-    """A jaxpr in which each block that stands in has the next policy."""
+    """A jaxpr in which each block that stands in has the next policy.
+
+    A loop takes as many as it has blocks in all of its iterations.
+    """
 
     def exchanged(equation: Any) -> Any:
         if _stands_in(equation):
             return _with_policy(equation, next(policies))
         if equation.primitive.name != "scan":
             return _with_functions(equation, lambda inner: _assigned(inner, policies))
-        body, length = equation.params["jaxpr"], equation.params["length"]
-        blocks = _count(body.jaxpr)
-        # Layer by layer, as the loop calls them; then the policies of each block of the body.
-        in_order = list(itertools.islice(policies, blocks * length))
-        of_blocks = []
-        for block in range(blocks):
-            of_blocks.append(_of_loop(equation, tuple(in_order[block::blocks])))
+        of_blocks = _policies_of_body(equation, policies)
         return _with_functions(equation, lambda inner: _assigned(inner, iter(of_blocks)))
 
-    def _of_loop(equation: Any, by_iteration: tuple[Policy, ...]) -> Policy:
-        if len(set(by_iteration)) == 1:
-            return by_iteration[0]
-        asked = next(filter(_stands_in, every_equation(equation.params["jaxpr"].jaxpr)))
-        return LoopPolicy(asked.params["policy"], by_iteration)
+    return jaxpr.replace(eqns=list(map(exchanged, jaxpr.eqns)))
 
-    return jaxpr.replace(eqns=[exchanged(equation) for equation in jaxpr.eqns])
+
+def _policies_of_body(loop: Any, policies: Iterator[Policy]) -> list[Policy]:
+    """The policy of each block in the body of a loop, of the next policies by layer.
+
+    One that differs between iterations is a `LoopPolicy`.
+    """
+    body, length = loop.params["jaxpr"].jaxpr, loop.params["length"]
+    blocks = _count(body)
+    # They come layer by layer, as the loop calls its blocks.
+    in_order = list(itertools.islice(policies, blocks * length))
+    of_blocks: list[Policy] = []
+    for block in range(blocks):
+        by_iteration = tuple(in_order[block::blocks])
+        if len(set(by_iteration)) == 1:
+            of_blocks.append(by_iteration[0])
+        else:
+            asked = next(filter(_stands_in, every_equation(body))).params["policy"]
+            of_blocks.append(LoopPolicy(asked, by_iteration))
+    return of_blocks
 
 
 def _with_policy(equation: Any, policy: Policy) -> Any:

@@ -54,13 +54,16 @@ def loop_in_runs(
     inputs = consts, init, xs
     # All runs return the same trees, so that the first one says which.
     results = jax.eval_shape(runs[0].step, consts, init, jax.tree.map(lambda x: x[0], xs))
-    structures = tuple(map(jax.tree.structure, inputs))
-    flat_runs = []
-    for run in runs:
-        flat_runs.append(Run(run.stop, _FlatStep(run.step, structures)))
-    leaves = _Loop(tuple(flat_runs), reverse).run(*map(jax.tree.leaves, inputs))
+    loop = _Loop(_flattened(runs, inputs), reverse)
+    leaves = loop.run(*map(jax.tree.leaves, inputs))
     carry, outputs = map(jax.tree.unflatten, map(jax.tree.structure, results), leaves)
     return carry, outputs
+
+
+def _flattened(runs: Sequence[Run], inputs: tuple[Any, Any, Any]) -> tuple[Run, ...]:
+    """The runs with steps of lists of arrays, for inputs of the structures of these."""
+    structures = tuple(map(jax.tree.structure, inputs))
+    return tuple(Run(run.stop, _FlatStep(run.step, structures)) for run in runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +98,14 @@ class _Moving(NamedTuple):
             both = map(operator.and_, perturbed, values.is_float)
             partitions.append(Partition(tuple(both)))
         return cls(*partitions)
+
+    def gradients(self, found: "_Gradients") -> tuple[list[Any], list[Any], list[Any]]:
+        """The gradients of all inputs, None for those that are not differentiated."""
+        return (
+            self.consts.gradients(found.consts),
+            self.init.gradients(found.carry),
+            self.xs.gradients(found.xs),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,10 +151,9 @@ class _Loop:
         """
         # A carry that starts as a constant is differentiated once a layer has added to it.
         moving = moving._replace(init=Partition.by_dtype(init))
-        layer_shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
         carry, outputs, done, all_kept = init, [], [], []
         for run, start in self._in_order():
-            layer = _Derivative.of(run.step, consts, carry, layer_shapes, moving)
+            layer = _Derivative.of(run.step, consts, carry, _layer_shapes(xs), moving)
             derivative = _RunDerivative(layer, start, run.stop, self.reverse)
             carry, stacked, kept = derivative.forward(consts, carry, xs)
             outputs.append(stacked)
@@ -181,11 +191,7 @@ class _Loop:
         gradients = _Gradients.zeros(carry, moving, consts, xs)
         for derivative, kept in zip(reversed(done), reversed(all_kept), strict=True):
             gradients = derivative.backward(kept, consts, xs, outputs, gradients)
-        return (
-            moving.consts.gradients(gradients.consts),
-            moving.init.gradients(gradients.carry),
-            moving.xs.gradients(gradients.xs),
-        )
+        return moving.gradients(gradients)
 
     def _in_order(self) -> list[tuple[Run, int]]:
         """The runs in the order in which they are evaluated, with the first layer of each."""
@@ -237,6 +243,11 @@ class _Gradients(NamedTuple):
         for stack, gradient in zip(self.xs, layer, strict=True):
             stacks.append(lax.dynamic_update_index_in_dim(stack, gradient, number, 0))
         return _Gradients(carry, consts, stacks)
+
+
+def _layer_shapes(stacks: list[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of one layer of each stack."""
+    return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks]
 
 
 def _layer(stacks: list[Any], number: Any) -> list[Any]:
@@ -318,15 +329,21 @@ class _Linearization:
             inputs: constants, a carry and a layer of the stacks.
         """
         moved, fixed = zip(*map(Partition.split, self.moving, inputs), strict=True)
-
-        def floats(moved: tuple[list[Any], ...]) -> tuple[Any, Any]:
-            after, outputs = self.step(*map(Partition.merge, self.moving, moved, fixed))
-            self.carries, self.outputs = Partition.by_dtype(after), Partition.by_dtype(outputs)
-            return [self.carries.floats(after), self.outputs.floats(outputs)], (after, outputs)
-
-        _, backward, results = jax.vjp(floats, moved, has_aux=True)
+        step = functools.partial(self._floats, fixed)
+        _, backward, results = jax.vjp(step, moved, has_aux=True)
         leaves, self.tree = jax.tree.flatten(backward)
         return results, leaves
+
+    def _floats(self, fixed: Any, moved: Any) -> tuple[list[Any], tuple[Any, Any]]:
+        """The results that have derivatives, and all results.
+
+        Args:
+            fixed: the inputs that are not differentiated.
+            moved: those that are.
+        """
+        after, outputs = self.step(*map(Partition.merge, self.moving, moved, fixed))
+        self.carries, self.outputs = Partition.by_dtype(after), Partition.by_dtype(outputs)
+        return [self.carries.floats(after), self.outputs.floats(outputs)], (after, outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,12 +418,15 @@ class _Derivative:
 
         Outputs that have no derivatives have no cotangents here either.
         """
+        backward = self.tree.unflatten(self._residuals(kept, consts, layer))
+        ((of_consts, of_carry, of_layer),) = backward([carry_cotangents, output_cotangents])
+        return of_carry, of_consts, of_layer
+
+    def _residuals(self, kept: list[Any], consts: list[Any], layer: list[Any]) -> list[Any]:
+        """All that the backward pass reads: what was kept, and what is there in any case."""
         jaxpr = self.traced.jaxpr
         values = dict(zip(self.kept, kept, strict=True))
         values.update(zip(self.const_vars, consts, strict=True))
         values.update(zip(self.layer_vars, layer, strict=True))
         values.update(zip(jaxpr.constvars, self.traced.consts, strict=True))
-        residuals = values_of(jaxpr.outvars[self.result_count :], values)
-        backward = self.tree.unflatten(residuals)
-        ((of_consts, of_carry, of_layer),) = backward([carry_cotangents, output_cotangents])
-        return of_carry, of_consts, of_layer
+        return values_of(jaxpr.outvars[self.result_count :], values)

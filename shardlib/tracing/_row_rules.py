@@ -232,14 +232,18 @@ def _dot_general(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
             return _evaluated(equation, values, [position])
     if left.has_rows and right.has_rows:
         raise MixesRowsError("`dot_general` multiplies each row by each")
+    dim = _dim_of_product(equation, left.dim, right.dim)
+    return _evaluated(equation, [left.value, right.value], [dim])
+
+
+def _dim_of_product(equation: Any, left: int | None, right: int | None) -> int:
+    """The dim of a product that comes of a dim of one of its operands alone."""
+    contracted, batched = equation.params["dimension_numbers"]
     # A product has the batched dims first, then what is left of its operands' own.
     left_free, right_free = map(_free_dims, equation.invars, contracted, batched)
-    dim = len(batched[0])
-    if left.has_rows:
-        dim += left_free.index(left.dim)
-    else:
-        dim += len(left_free) + right_free.index(right.dim)
-    return _evaluated(equation, [left.value, right.value], [dim])
+    if left is not None:
+        return len(batched[0]) + left_free.index(left)
+    return len(batched[0]) + len(left_free) + right_free.index(right)
 
 
 def _free_dims(atom: Any, contracted: Sequence[int], batched: Sequence[int]) -> list[int | None]:

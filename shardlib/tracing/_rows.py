@@ -288,12 +288,7 @@ def _cond(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
     if index.has_rows:
         raise MixesRowsError("`cond` is chosen by rows")
     functions = [_RowFunction(branch, rows) for branch in equation.params["branches"]]
-    # A result has rows if any branch makes rows of it.
-    dims: list[int | None] = [None] * len(equation.outvars)
-    for function in functions:
-        for position, dim in enumerate(function.dims(arguments)):
-            if dim is not None:
-                dims[position] = dim
+    dims = _joined_dims([function.dims(arguments) for function in functions])
 
     def branch(function: _RowFunction) -> Callable[..., list[Any]]:
         def evaluated(*values: Any) -> list[Any]:
@@ -303,6 +298,19 @@ def _cond(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
 
     results = lax.switch(index.value, list(map(branch, functions)), *_values(arguments))
     return list(map(Part, results, dims))
+
+
+def _joined_dims(of_branches: Sequence[Sequence[int | None]]) -> list[int | None]:
+    """The dims of results that have rows in any branch; a branch for which they do not fit refuses.
+
+    >>> _joined_dims([[None, 0], [1, 0]])
+    [1, 0]
+    """
+    joined: list[int | None] = []
+    for dims in zip(*of_branches, strict=True):
+        present = [dim for dim in dims if dim is not None]
+        joined.append(present[-1] if present else None)
+    return joined
 
 
 _ALL_RULES: dict[str, Rule] = {
