@@ -234,13 +234,7 @@ def plan(
     check.kind("plan", "estimate", estimate, Estimate, "what `sl.estimate` gives", optional=True)
     check.text("plan", "name", name)
     if cache is not None:
-        check.kind("plan", "cache", cache, str | os.PathLike, "a folder")
-        if not isinstance(step, Step):
-            raise ValueError(
-                "`plan(cache=...)` keeps what the compiler says of a step of `sl.train_step`. The "
-                "compiler options of another `jax.jit`, on which that depends, cannot be read: "
-                "leave `cache` out."
-            )
+        _check_cache(cache, step)
     strategy: Strategy | None = None
     remarks: tuple[str, ...] = ()
     if isinstance(step, Step):
@@ -325,6 +319,17 @@ def _text_of(lowered: Any) -> str:
         if place is None or place[1] not in callers:
             kept.append(line)
     return "\n".join(kept)
+
+
+def _check_cache(cache: Any, step: Any) -> None:
+    """Refuse a cache that is no folder, or of what cannot be told from another step."""
+    check.kind("plan", "cache", cache, str | os.PathLike, "a folder")
+    if not isinstance(step, Step):
+        raise ValueError(
+            "`plan(cache=...)` keeps what the compiler says of a step of `sl.train_step`. The "
+            "compiler options of another `jax.jit`, on which that depends, cannot be read: "
+            "leave `cache` out."
+        )
 
 
 def _checked_target(target: Any) -> Target | None:
