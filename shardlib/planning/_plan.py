@@ -230,6 +230,7 @@ def plan(
     >>> plan.memory.kinds["parameters"], plan.memory.kinds["optimizer state"]
     (16384, 32772)
     """
+    # Arguments are checked first: the compiler may take minutes.
     machine = _checked_target(target)
     check.kind("plan", "estimate", estimate, Estimate, "what `sl.estimate` gives", optional=True)
     check.text("plan", "name", name)
@@ -246,6 +247,7 @@ def plan(
         check_traceable("plan", step)
         mesh = _mesh_of((state, batch))
     platform, chip, options = _machine_of(mesh, machine)
+    # Nothing is put on a device, neither here nor below: shapes will do.
     traced = lower(step, state, batch)
     lowered = traced.lowered
     kept = None
@@ -255,6 +257,7 @@ def plan(
     memory = attribute(compiled, platform, kinds_of(traced.paths, len(jax.tree.leaves(state))))
     _check_host_memory(platform, memory, (state, batch))
     step_collectives = collectives(compiled.program, mesh)
+    # Only a step of ours says how its state would be split otherwise.
     stage_prices: tuple[Price, ...] = ()
     if strategy is not None:
         stage_prices = prices(state, strategy)

@@ -58,6 +58,7 @@ class Description:
         width = terminal_width()
         head = ("parameter", "shape", "dtype", "names", "spec", "per device", "")
         lines = [_listed(head, self.rows, width)]
+        # Like its parameter is what everyone expects: a row is for what is not.
         listed = [row for row in self.optimizer_rows if row.remark]
         if listed:
             head = ("optimizer state", "shape", "dtype", "", "spec", "per device", "")
@@ -222,6 +223,7 @@ class _Remarks:
     def __init__(self, state: State, names: Mapping[str, Names]) -> None:
         layout, self.names = state.layout, names
         self.rules, self.sizes = layout.rules, dict(layout.strategy.device_mesh.shape)
+        # Of both, since ZeRO splits frozen parameters too.
         self.splits = {**layout.splits(state.params), **layout.splits(state.frozen)}
         self.frozen = {path for path, _ in named_leaves(state.frozen)}
         self.data_axes = "data"
@@ -251,6 +253,7 @@ class _Remarks:
             return "no names"
         if names is None:
             return "no names: replicated"
+        # No rule was asked, so none had a choice.
         if isinstance(names, PartitionSpec):
             return "mesh axes given"
         resolution = resolve(self.rules, self.sizes, names, shape, what=path)
@@ -271,6 +274,7 @@ def _listed(head: tuple[str, ...], rows: Sequence[Row], width: int | None) -> st
     """
     cells = [head, *map(_cells, rows)]
     whole = table(cells)
+    # Into a file or a pipe goes the whole table.
     if width is None or max(map(len, whole.splitlines())) <= width:
         return whole
     # Paths are shortened first; dtypes are left out before names, and these before specs.

@@ -155,6 +155,7 @@ class Strategy:
         check.kind("Strategy", "mesh", self.mesh, str | Mesh, takes)
         takes = 'text: `"pod"`, or `"data=2"` for a factor of an axis'
         check.text("Strategy", "dcn", self.dcn, takes)
+        # Which axes of a mesh are on the slow network is known once it is made.
         if not isinstance(self.mesh, str) and self.dcn:
             raise ValueError(
                 f"`Strategy(dcn={self.dcn!r})` is for a mesh given as text; this one is made: "
@@ -174,6 +175,7 @@ class Strategy:
         resolve_offload(self.offload)
         hide = check.boolean("Strategy", "hide_collectives", self.hide_collectives)
         clip = self.clip
+        # Any transformation of the gradient may clip; a number is the norm of the whole.
         if clip is not None and not isinstance(clip, optax.GradientTransformation):
             takes = (
                 "a largest global norm, or an optax transformation without state, such as "
@@ -193,6 +195,7 @@ class Strategy:
 
     def _check_manual(self) -> None:
         """Refuse manual axes along which devices do not have examples of their own."""
+        # Along an axis that splits no examples, devices would do the same work twice.
         for axis in self.manual or ():
             if axis not in self.rules.batch_axes:
                 raise ValueError(
@@ -266,6 +269,7 @@ class Strategy:
         if self.offloaded is None or not self.offloaded.parameters:
             return
         shown = f"`Strategy(offload={self.offload!r}"
+        # Only parameters are used in the passes: the optimizer's state is read once a step.
         if self.pipeline is not None:
             raise ValueError(
                 f"{shown}, pipeline=...)`: each stage uses its layers in every tick, so that they "
@@ -281,6 +285,7 @@ class Strategy:
 
     def _why_no_gradients_along(self, axis: str, axes: Mapping[str, int]) -> str:
         """Why devices along an axis have no gradients of their own, as the end of a sentence."""
+        # Three reasons, of which the first that holds says what to change.
         if axis in self.rules.batch_axes:
             return (
                 "splits weights too, or is not manual, so that the partitioner sums gradients "

@@ -46,6 +46,8 @@ def with_policies_of_layers(closed: ClosedJaxpr) -> ClosedJaxpr:
             asked = equation.params["policy"]
     if asked is None:
         return closed
+    # How many blocks there are is known here only, so that a number which does not fit is refused
+    # here.
     values = asked.remat.of_blocks(_count(closed.jaxpr))
     policies = iter([policy_of(kept) for kept in values])
     return closed.replace(jaxpr=_assigned(closed.jaxpr, policies))
@@ -59,6 +61,7 @@ def _count(jaxpr: Jaxpr) -> int:
     """How many blocks that differ by layer are evaluated by a jaxpr. Blocks in blocks count not."""
     count = 0
     for equation in jaxpr.eqns:
+        # A block within a block is computed again with it, and has nothing to choose.
         if _stands_in(equation):
             count += 1
             continue
@@ -162,6 +165,7 @@ def bodies_of_runs(body: ClosedJaxpr, length: int) -> list[tuple[int, ClosedJaxp
             policies.append(equation.params["policy"].by_iteration)
     bodies = []
     start = 0
+    # Policies are compared by identity: equal choices have been given the same object.
     for stop in range(1, length + 1):
         if stop < length and all(of[stop] is of[start] for of in policies):
             continue
@@ -174,6 +178,7 @@ def _of_iteration(jaxpr: Jaxpr, iteration: int) -> Jaxpr:
     """The body of a loop with the policies of one of its iterations."""
     equations = []
     for equation in jaxpr.eqns:
+        # Blocks may be inside of calls that the body makes.
         equation = _with_functions(equation, lambda inner: _of_iteration(inner, iteration))
         if is_block(equation) and isinstance(equation.params["policy"], LoopPolicy):
             policy = equation.params["policy"].by_iteration[iteration]

@@ -84,6 +84,7 @@ def cut(part: Part, dim: int, rows: Rows) -> Part:
         return part
     if part.dim is not None:
         raise MixesRowsError(f"rows along dim {part.dim} meet rows along dim {dim}")
+    # The whole of it need not exist anywhere.
     if part.spread is not None:
         return _cut_spread(*part.spread, dim, rows)
     return Part(lax.dynamic_slice_in_dim(part.value, rows.start, rows.count, dim), dim)
@@ -92,6 +93,7 @@ def cut(part: Part, dim: int, rows: Rows) -> Part:
 def _cut_spread(operand: Any, params: Any, dim: int, rows: Rows) -> Part:
     """The rows of a value that is spread by `broadcast_in_dim`, without spreading the others."""
     dims = params["broadcast_dimensions"]
+    # What is spread may have rows itself; a dim of one is spread over all of them.
     if dim in dims and jnp.shape(operand)[dims.index(dim)] > 1:
         operand = cut(Part(operand), dims.index(dim), rows).value
     shape = resized(params["shape"], dim, rows.count)
@@ -153,6 +155,7 @@ def _elementwise(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
 
 
 def _broadcast_in_dim(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
+    # The dims of the operand become these ones of the result.
     dim = equation.params["broadcast_dimensions"][operands[0].dim]
     shape = resized(equation.params["shape"], dim, rows.count)
     return _evaluated(equation, [operands[0].value], [dim], shape=shape)
@@ -185,6 +188,7 @@ def _removing(param: str) -> Rule:
         dim = _row_dim(operands)
         removed = equation.params[param]
         _refuse_dims(equation, dim, removed)
+        # The dims before it that are gone no longer count.
         dim -= sum(other < dim for other in removed)
         return _evaluated(equation, [operands[0].value], [dim])
 
@@ -210,6 +214,7 @@ def _along(param: str) -> Rule:
 def _slice(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
     dim = _row_dim(operands)
     limits, strides = equation.params["limit_indices"], equation.params["strides"]
+    # A slice along other dims, of all rows and each of them, treats rows alike.
     if equation.outvars[0].aval.shape[dim] != rows.total or (strides and strides[dim] != 1):
         raise MixesRowsError("`slice` takes some of the rows")
     limits = resized(limits, dim, rows.count)
@@ -226,6 +231,7 @@ def _dot_general(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
     for operand, own in zip(operands, contracted, strict=True):
         if operand.dim is not None:
             _refuse_dims(equation, operand.dim, own)
+    # Where rows are a batch dim, each row has a product of its own.
     for position, (left_dim, right_dim) in enumerate(zip(*batched, strict=True)):
         if left.dim == left_dim or right.dim == right_dim:
             values = [cut(left, left_dim, rows).value, cut(right, right_dim, rows).value]

@@ -43,6 +43,7 @@ def evaluate_rows(
         parts: its arguments: some rows of them, or the whole of those that have no rows.
         rows: which rows these are.
     """
+    # Each variable of the trace is known as what there is of it: some rows, or the whole.
     known: dict[Any, Part] = dict(zip(jaxpr.invars, parts, strict=True))
     known.update(zip(jaxpr.constvars, map(Part, consts), strict=True))
     for equation in jaxpr.eqns:
@@ -75,6 +76,8 @@ def _whole(jaxpr: Jaxpr, equation: Any, operands: list[Part]) -> list[Part]:
             values[atom] = operand.value
     outputs = variables(equation.outvars)
     results = Stretch(jaxpr, [equation], list(values), outputs)(list(values.values()))
+    # An optimizer's constants are spread over whole stacks: the rows of these are made one by one
+    # instead.
     if equation.primitive.name == "broadcast_in_dim":
         return [Part(results[0], spread=(operands[0].value, equation.params))]
     return list(map(Part, results))
@@ -118,6 +121,7 @@ class _RowFunction:
             dims.extend(result.dim for result in results)
             return _values(results)
 
+        # Rules run on shapes too, and refuse on shapes what they would refuse on arrays.
         jax.eval_shape(values_of_results, _values(parts))
         return dims
 
@@ -134,6 +138,7 @@ class _RowFunction:
         settled = list(init)
         # Each round but the last finds another carry that has rows.
         for _ in range(len(settled) + 1):
+            # A carry that got rows may give rows to another one in the next round.
             dims = self.dims([*before, *settled, *after])[: len(settled)]
             found = False
             for position, (carry, dim) in enumerate(zip(settled, dims, strict=True)):
@@ -208,6 +213,7 @@ class _Scan:
         """
         body = _RowFunction(equation.params["jaxpr"], rows)
         num_consts, num_carry = scan_parts(equation)
+        # The operands of a `scan` are constants, carries and what is scanned, in this order.
         consts, others = operands[:num_consts], operands[num_consts:]
         init, xs = others[:num_carry], others[num_carry:]
         shapes = open_jaxpr(body.function).invars[num_consts + num_carry :]
@@ -261,6 +267,7 @@ def _while(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
     params = equation.params
     condition = _RowFunction(params["cond_jaxpr"], rows)
     body = _RowFunction(params["body_jaxpr"], rows)
+    # Constants of the condition come first, then those of the body, then the carries.
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
     condition_consts, others = operands[:of_condition], operands[of_condition:]
     body_consts, init = others[:of_body], others[of_body:]
