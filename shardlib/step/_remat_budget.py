@@ -196,6 +196,7 @@ class _Layers:
         for loop in loops:
             of_loop = []
             for block in loop.blocks:
+                # Layers outside of a loop are traced one by one, to jaxprs that print alike.
                 text = str(block.params["jaxpr"])
                 if text not in numbers:
                     numbers[text] = len(choices)
@@ -286,6 +287,7 @@ class _Layers:
             for _ in range(loop.times):
                 for kind in kinds:
                     values.append(Remat(next(remaining[kind]).names))
+        # One value for all keeps a loop over layers one loop.
         if len(set(values)) == 1:
             return values[0]
         runs = [(len(list(run)), value) for value, run in itertools.groupby(values)]

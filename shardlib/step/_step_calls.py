@@ -29,6 +29,7 @@ def check_compiles() -> None:
 def check_call(state: Any, batch: Any) -> None:
     """Refuse to take a step with a state or a batch that has no values."""
     check.kind("Step", "state", state, State, "the `State` that `sl.init` makes")
+    # The count of steps is in every state, and is abstract where all of it is.
     if isinstance(state.step, jax.ShapeDtypeStruct):
         raise ValueError(
             "The state is abstract, of shapes alone: make it by `sl.init` without `abstract`."

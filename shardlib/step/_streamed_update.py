@@ -124,6 +124,7 @@ class _ByRows:
             arrays: the inputs of the whole update.
             wholes: the values of `wholes`, on the device.
         """
+        # Where they start is known to the running program only; their number is a part of it.
         rows = Rows(number * self.rows.count, self.rows.count, self.rows.total)
         parts = []
         for position in self.inputs:
@@ -143,6 +144,7 @@ class _Total:
 
     def run(self, arrays: Sequence[Any], wholes: Sequence[Any]) -> Any:
         """The total of all rows."""
+        # The first total is made outside of the loop: it has the dtype that the loop carries.
         combine = _TOTALS[self.equation.primitive.name]
 
         def part(number: Any) -> Any:
@@ -393,6 +395,7 @@ class _Known:
 
     def _read(self, wanted: Sequence[Any]) -> set[Any]:
         """The inputs and totals of which some atoms are made, as far as these are not known."""
+        # What is known is not made once more, and what a total leads to is read by that alone.
         stops = {*self.known, *self.totals}
         read = set(variables(wanted))
         read.update(inputs_of(behind(self.streaming.jaxpr, wanted, stops)))
@@ -450,6 +453,7 @@ def _divisor(total: int, most: int, multiple: int) -> int | None:
     (10, 64, 1, None)
     """
     divisors = []
+    # Divisors come in pairs, of which one is at most the square root.
     for number in range(1, math.isqrt(total) + 1):
         if total % number == 0:
             divisors += [number, total // number]

@@ -87,6 +87,7 @@ def _trace(body: Any, init: Any, xs: Any) -> _Traced | None:
     closed, out = jax.make_jaxpr(body, return_shape=True)(init, x)
     if not isinstance(out, tuple) or len(out) != 2 or not _are_alike(init, out[0]):
         return None
+    # What a body closes over has gradients too, so that it becomes an argument.
     jaxpr = closed.jaxpr
     opened = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     operands = _Operands(list(closed.consts), jax.tree.leaves(init), jax.tree.leaves(xs))
@@ -124,6 +125,7 @@ class _ChainLoop:
 
         JAX differentiates floats alone, so operands are taken apart by dtype and merged again.
         """
+        # All as one list: a partition does not care which of them are carried.
         given = [*operands.consts, *operands.carry, *operands.xs]
         inputs, outputs = _differentiable(given), _differentiable(self.body.out_avals)
         # With symbolic zeros, each primal comes with whether it is differentiated. JAX takes no
@@ -235,6 +237,8 @@ class _ChainLoop:
         advances = [one for one in self.table.actions if isinstance(one, Advance)]
         if not advances:
             return []
+        # A table of numbers, which one loop reads row by row: a program of all actions would grow
+        # with the layers.
         layers, sources, targets = np.asarray(advances, np.int32).T
         if self.reverse:
             layers = self.table.layers - 1 - layers
@@ -351,6 +355,7 @@ def _ticks(table: ChainTable) -> list[_Tick]:
     _Tick(first=0, end=0, place=2)
     _Tick(first=0, end=0, place=0)
     """
+    # Each of them is replaced: a table differentiates every layer once.
     ticks = [_Tick(0, 0, 0)] * table.layers
     before = done = 0
     for action in table.actions:

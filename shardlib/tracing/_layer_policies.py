@@ -165,7 +165,7 @@ def bodies_of_runs(body: ClosedJaxpr, length: int) -> list[tuple[int, ClosedJaxp
             policies.append(equation.params["policy"].by_iteration)
     bodies = []
     start = 0
-    # Policies are compared by identity: equal choices have been given the same object.
+    # Policies are functions: those of layers that keep the same are the same object.
     for stop in range(1, length + 1):
         if stop < length and all(of[stop] is of[start] for of in policies):
             continue

@@ -139,6 +139,7 @@ class _Loop:
 
     def evaluate(self, consts: list[Any], init: list[Any], xs: list[Any]) -> Any:
         """The loop where nothing is differentiated: all runs compute the same."""
+        # The first one will do, and a single loop is the smallest program.
         step = functools.partial(self.runs[0].step, consts)
         return lax.scan(step, init, xs, length=self.runs[-1].stop, reverse=self.reverse)
 
@@ -375,6 +376,7 @@ class _Derivative:
             layer: one layer of the stacks.
             moving: which of these are differentiated.
         """
+        # Traced once: both passes are parts of this one trace, so that they agree on what is kept.
         linearization = _Linearization(step, moving)
         traced = jax.make_jaxpr(linearization.evaluate)(consts, carry, layer)
         carries, outputs = linearization.carries, linearization.outputs
@@ -401,6 +403,7 @@ class _Derivative:
         Residuals that every iteration has in any case are left out, so that no loop stacks them.
         """
         jaxpr, count = self.traced.jaxpr, self.result_count
+        # What nothing reads of the rest is left out by XLA.
         wanted = jaxpr.replace(outvars=[*jaxpr.outvars[:count], *self.kept])
         results = jaxpr_as_fun(ClosedJaxpr(wanted, self.traced.consts))(*consts, *carry, *layer)
         carries = len(self.carries.is_float)
