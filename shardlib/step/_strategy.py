@@ -23,7 +23,6 @@ from shardlib.layouts._remat_policy import (
     RematBudget,
     RematLayers,
     checked_remat,
-    kept_by_blocks,
 )
 from shardlib.layouts._rules import (
     BATCH,
@@ -39,7 +38,7 @@ from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
 from shardlib.machine._portable_mesh import PortableMesh
 from shardlib.pipeline._schedule_checks import check_is_schedule, check_stage_axis, check_table
 from shardlib.pipeline.schedules._schedule import Schedule
-from shardlib.step._offload import Offload, resolve_offload
+from shardlib.step._offload import Offload, resolve_offload, with_offloaded
 from shardlib.step._precision import Precision, resolve_precision
 
 # The count of microbatches is an int32 in the compiled step.
@@ -73,8 +72,9 @@ class Strategy:
       results of matrix products too; `"minimal"` those of projections and attention's context;
       `"selective"` everything but attention's scores and their softmax; `"sublinear"` the inputs of
       few blocks of a loop, `Remat.slots(4)` of as many as it says; a `Remat`, such as
-      `Remat.save("context")`, what it says, and `Remat.layers((8, "none"), rest="full")` not the
-      same of all blocks. `Remat.budget("14GiB")` keeps what fits.
+      `Remat.save("context")`, what it says, in the memory of the host with
+      `Remat.offload("block_in")`, and `Remat.layers((8, "none"), rest="full")` not the same of all
+      blocks. `Remat.budget("14GiB")` keeps what fits.
       `"stage"`, under a pipeline, keeps only what was sent to each stage, and, while a stage is
       recomputed, only the inputs of its blocks.
     - `offload`: what stays in the memory of the host while it is not used: `"optimizer"`, its
@@ -168,7 +168,7 @@ class Strategy:
         check.choice("Strategy", "nonfinite", self.nonfinite, ("skip", "count"))
         check.choice("Strategy", "draws", self.draws, ("same", "by_mesh"))
         checked_remat("Strategy", "remat", self.remat)
-        resolve_offload(self.offload)
+        with_offloaded(self.remat, resolve_offload(self.offload))
         hide = check.boolean("Strategy", "hide_collectives", self.hide_collectives)
         clip = self.clip
         if clip is not None and not isinstance(clip, optax.GradientTransformation):
@@ -394,8 +394,11 @@ class Strategy:
 
     @property
     def offloaded(self) -> Offload | None:
-        """The `Offload` that `offload` stands for."""
-        return resolve_offload(self.offload)
+        """The `Offload` that `offload` stands for; None where it leaves the state on the device."""
+        offload = resolve_offload(self.offload)
+        if offload is None or not offload.of_state:
+            return None
+        return offload
 
     @property
     def skips(self) -> bool:
@@ -451,7 +454,7 @@ class Strategy:
     @property
     def kept_by_blocks(self) -> Remat | None:
         """What blocks marked with `sl.remat` keep; None where they keep everything."""
-        return kept_by_blocks(self.remat)
+        return with_offloaded(self.remat, resolve_offload(self.offload))
 
     def scope(self) -> AbstractContextManager[Scope]:
         """Rules and mesh in force, for your own code outside the step.
