@@ -30,12 +30,13 @@ LAYERS = [
     ("", "rules"),
     (
         "layouts",
-        "_resolve _relate _placement _flax_rules _chain_schedules _remat_policy _annotate _route _reshard",
+        "_resolve _relate _placement _flax_rules _host _chain_schedules _remat_policy _annotate _route "
+        "_reshard",
     ),
     (
         "tracing",
         "_jaxpr _rows _flops _row_gradients _lookup_forms _lookups _linearize _block_costs "
-        "_layer_policies _layer_runs _chain_scan _chain_loops _region",
+        "_layer_policies _copied_ahead _layer_runs _chain_scan _chain_loops _region",
     ),
     ("tracing", "_layer_uses _weight_values _bound_weights _stored_weights"),
     ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),

@@ -27,9 +27,7 @@ from jax.ad_checkpoint import Offloadable
 
 from shardlib.checks import _arguments as check
 from shardlib.layouts._chain_schedules import Binomial, Chain, Every
-
-HOST = "pinned_host"
-"""What JAX calls the memory of the host that devices copy from and to by themselves."""
+from shardlib.layouts._host import HOST
 
 Products: TypeAlias = Literal["none", "without_batch", "all"]
 # Words for values. "none" keeps everything, and "stage" is a pipeline's own affair.
@@ -432,6 +430,11 @@ class PolicyOfPart:
         if self.kept.policy is None:
             return False
         return self.kept.policy(primitive, *arrays, **params)
+
+
+def offloads(policy: Any) -> bool:
+    """Whether a block with this policy keeps anything in the memory of the host."""
+    return isinstance(policy, _Offloading)
 
 
 def policy_of(kept: Remat | None) -> Callable[..., Any] | None:

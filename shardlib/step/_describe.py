@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib._text import human_bytes, table, terminal_width, wrapped
 from shardlib._tree import named_leaves
-from shardlib.layouts._remat_policy import HOST
+from shardlib.layouts._host import HOST
 from shardlib.layouts._resolve import resolve
 from shardlib.layouts._rules import BATCH, Axes, AxisRules, as_tuple, counts_layers, spec_axes
 from shardlib.machine._mesh import format_mesh

@@ -16,6 +16,7 @@ from jax import lax
 
 from shardlib.checks import _arguments as check
 from shardlib.collectives._zero import Split
+from shardlib.layouts._host import to_device
 from shardlib.layouts._relate import Relation
 from shardlib.layouts._remat_policy import Remat, RematBudget, RematLayers, kept_by_blocks
 
@@ -137,23 +138,6 @@ def state_on_host(
         if relation.kind == "same" and splits[str(relation.parameter)].layer > small:
             paths.add(path)
     return frozenset(paths)
-
-
-def is_on_host(array: Any) -> bool:
-    """Whether a traced array is in the host's memory, by its type."""
-    return jax.typeof(array).memory_space == jax.memory.Space.Host
-
-
-def to_device(array: Any) -> Any:
-    """The same array in the device's memory."""
-    if not is_on_host(array):
-        return array
-    return jax.device_put(array, jax.memory.Space.Device)
-
-
-def to_host(array: Any) -> jax.Array:
-    """The same array in the host's memory."""
-    return jax.device_put(array, jax.memory.Space.Host)
 
 
 def copied_in_parts(array: Any, dtype: Any, dim: int) -> jax.Array:

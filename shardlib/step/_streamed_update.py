@@ -23,7 +23,8 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from shardlib.step._offload import BYTES_AT_A_TIME, is_on_host, to_device, to_host
+from shardlib.layouts._host import is_on_host, to_device, to_host
+from shardlib.step._offload import BYTES_AT_A_TIME
 from shardlib.tracing._jaxpr import JITS, behind, inlined, inputs_of, made_of, variables
 from shardlib.tracing._rows import MixesRowsError, Part, Rows, cut, evaluate_rows
 

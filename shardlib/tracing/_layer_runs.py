@@ -8,7 +8,8 @@ after the other, whose bodies differ only in the policy of their marked blocks:
 
 Loops over parts of stacked arrays would copy those parts. So each iteration picks its layer from
 the whole stack by number, and the derivative is written by hand: every backward loop puts the
-gradients of its layers into the same stack, in place.
+gradients of its layers into the same stack, in place. What is kept in the memory of the host is
+copied back a layer ahead, see `_copied_ahead`.
 """
 
 import functools
@@ -22,6 +23,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from shardlib.tracing._copied_ahead import Kept, with_copies
 from shardlib.tracing._jaxpr import values_of, variables
 from shardlib.tracing._linearize import Partition, instantiated
 
@@ -119,10 +121,11 @@ class _Loop:
         """The results, and the backward pass as a function of their cotangents."""
         # A carry that starts as a constant is differentiated once a layer has added to it.
         moving = moving._replace(init=[_has_derivative(x) for x in init])
-        layer_shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs]
+        # A layer and not its shapes, which do not say in which memory it is.
+        any_layer = _layer(xs, 0)
         carry, outputs, done, all_kept = init, [], [], []
         for run, layers in self._in_order():
-            derivative = _Derivative.of(run.step, consts, carry, layer_shapes, moving)
+            derivative = _Derivative.of(run.step, consts, carry, any_layer, moving)
 
             def iteration(carry: Any, number: Any, derivative: Any = derivative) -> Any:
                 carry, outputs, kept = derivative.forward(consts, carry, _layer(xs, number))
@@ -166,17 +169,25 @@ class _Loop:
             consts=[jnp.zeros_like(x) for x in _chosen(consts, moving.consts)],
             xs=[jnp.zeros_like(x) for x in _chosen(xs, moving.xs)],
         )
-        for (derivative, layers), kept in zip(reversed(done), reversed(all_kept), strict=True):
+        for (derivative, layers), stacks in zip(reversed(done), reversed(all_kept), strict=True):
+            kept = Kept(stacks, *layers, self.reverse)
 
-            def iteration(gradients: _Gradients, at: Any, derivative: Any = derivative) -> Any:
-                number, kept = at
-                carry, added, layer = derivative.backward(
-                    kept, consts, _layer(xs, number), gradients.carry, _layer(outputs, number)
-                )
-                return gradients.with_layer(number, carry, added, layer), None
+            def iteration(
+                state: Any, at: Any, derivative: Any = derivative, kept: Kept = kept
+            ) -> Any:
+                (gradients, copies), (number, on_device) = state, at
+                given = consts, _layer(xs, number), gradients.carry, _layer(outputs, number)
 
-            numbers = jnp.arange(*layers)
-            gradients, _ = lax.scan(iteration, gradients, (numbers, kept), reverse=not self.reverse)
+                def backward(on_host: list[Any]) -> Any:
+                    return derivative.backward(kept.merged(on_device, on_host), *given)
+
+                carry, added, layer = with_copies(backward, kept.of_layer(number), copies)
+                gradients = gradients.with_layer(number, carry, added, layer)
+                return (gradients, kept.next_copies(number)), None
+
+            xs_of_run = jnp.arange(*layers), kept.on_device
+            state = gradients, kept.first_copies()
+            (gradients, _), _ = lax.scan(iteration, state, xs_of_run, reverse=not self.reverse)
         return (
             _spread(gradients.consts, moving.consts),
             _spread(gradients.carry, moving.init),
