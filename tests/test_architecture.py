@@ -23,7 +23,7 @@ LAYERS = [
     ),
     ("machine", "_target_names _targets"),
     ("compiled", "_source_lines _hlo _device_groups _collectives _memory_traffic _flops"),
-    ("compiled", "_written _compile _flow _memory"),
+    ("compiled", "_written _compile _flow _memory _host_copies"),
     ("data", "_packages _checks _blocks _tokenizer _corpus _documents _files _tokens _seals"),
     ("data", "_progress _claim _build _store _sequences"),
     ("layouts", "_rules"),

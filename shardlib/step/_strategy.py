@@ -14,6 +14,7 @@ from typing import Any, Literal
 import optax
 from jax.sharding import Mesh
 
+from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange
 from shardlib.collectives._zero import Zero, resolve_zero
@@ -317,6 +318,13 @@ class Strategy:
                 "differentiates its layers one by one, and keeps their inputs for each microbatch. "
                 'To keep less, take `remat="stage"`: only what was sent to each stage.'
             )
+        if self.offloaded_activations:
+            raise ValueError(
+                f"`Strategy(remat={check.shown(self.remat)}, offload={self.offload!r}, "
+                f"pipeline=...)` offloads {listed(self.offloaded_activations)}: what a stage keeps "
+                "of a microbatch waits in buffers of the device. Keep less there, "
+                '`remat="full"`, or `remat="stage"`, which keeps only what was sent to each stage.'
+            )
         if isinstance(self.exchange, Exact) and self.exchange.overlap:
             raise ValueError(
                 "`Exact(overlap=True)` is for steps without a pipeline: here gradients go after "
@@ -455,6 +463,12 @@ class Strategy:
     def kept_by_blocks(self) -> Remat | None:
         """What blocks marked with `sl.remat` keep; None where they keep everything."""
         return with_offloaded(self.remat, resolve_offload(self.offload))
+
+    @property
+    def offloaded_activations(self) -> tuple[str, ...]:
+        """The names of activations that blocks keep in the memory of the host."""
+        kept = self.kept_by_blocks
+        return () if kept is None else kept.offloaded
 
     def scope(self) -> AbstractContextManager[Scope]:
         """Rules and mesh in force, for your own code outside the step.

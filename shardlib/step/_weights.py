@@ -394,8 +394,7 @@ class Weights:
         self.parameters, self.treedef = jax.tree.flatten(trained)
         stored_leaves = self.treedef.flatten_up_to(params)
         self.frozen = frozen
-        kept = strategy.kept_by_blocks
-        offloads = kept is not None and bool(kept.offloaded)
+        offloads = bool(strategy.offloaded_activations)
         layers_differ = isinstance(strategy.remat, RematLayers)
         self.has_own_loops = layers_differ or offloads or chain_in_force() is not None
         self.frozen_held = jax.tree.map(lambda p, stored: p.start(stored), frozen, frozen_params)
