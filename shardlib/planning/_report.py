@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib._text import human_bytes, table, terminal_width, wrapped
+from shardlib.planning._advice import host_has_room
 
 _BAR_WIDTH = 32  # characters of a bar that stands for all of a device's memory in use
 _EIGHTHS = "▏▎▍▌▋▊▉"  # the last character of a bar, from one eighth to seven eighths full
