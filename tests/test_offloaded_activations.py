@@ -268,7 +268,8 @@ def test_pipelines_refuse_activations_on_the_host():
 
 # Programs for TPUs
 
-DEEP, WIDE, MANY = 8, 256, 1024
+# Stacks that are larger than what a chip has beside its memory.
+DEEP, WIDE, MANY = 8, 1024, 4096
 
 
 @cache
