@@ -27,7 +27,7 @@ a layer (the terms are in `_remat_formulas.py`), and the floating-point operatio
   models and budgets.
 
 `offload`, some ten minutes: 13 billion parameters on one v6e, with all state on the host; and eight
-layers of Llama 2 7B on one v5e and one v6e, with the inputs of blocks and `mlp_up` on the host.
+layers of width 2048 on one v5e and one v6e, with the inputs of blocks and `mlp_up` on the host.
 
 - `gb_13b`: what the step takes of the device, of its 31.25 GiB, and `host_gb_13b` of the host.
 - `offloaded_ratio`: bytes on the host over those that were asked for, of state and of activations.
@@ -203,8 +203,10 @@ def offload() -> dict[str, Any]:
 
 
 def offloaded_activations(chip: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """Some layers of Llama 2 with activations on the host, beside the same kept on the device."""
-    config = dataclasses.replace(gpt.llama2_7b(context=2048), layers=8, vocab=4096)
+    """Layers of Llama's kind with activations on the host, beside the same kept on the device."""
+    config = dataclasses.replace(
+        gpt.llama2_7b(context=2048), layers=8, width=2048, heads=16, hidden=5632, vocab=4096
+    )
     sizes = {"block_in": config.width, "mlp_up": config.dims["mlp"]}
     asked = 2 * config.layers * config.context * sum(sizes[name] for name in names)
 
