@@ -516,7 +516,8 @@ def _is_count(text: str) -> bool:
 
 def _remat(text: str) -> Any:
     """A word, names of activations, a chain or a budget: `full`, `context|mlp_up`, `every:4`,
-    `slots:4`, `budget:14GiB`.
+    `slots:4`, `budget:14GiB`, or names of which some are kept by the host,
+    `context|offload:block_in`.
 
     A name that no activation has is refused by the step, which knows them.
     """
@@ -525,6 +526,8 @@ def _remat(text: str) -> Any:
     name, colon, number = text.partition(":")
     if name == "budget":
         return sl.Remat.budget(number)
+    if "offload:" in text:
+        return _remat_of_names(text)
     if colon and name.isidentifier():
         chains = {"every": sl.Remat.every, "slots": sl.Remat.slots}
         if name not in chains or not _is_count(number):
@@ -534,6 +537,21 @@ def _remat(text: str) -> Any:
             )
         return chains[name](int(number))
     return sl.Remat.save(*(name.strip() for name in text.split("|")))
+
+
+def _remat_of_names(text: str) -> sl.Remat:
+    """Names of activations, those behind `offload:` kept by the host: `context|offload:mlp_up`."""
+    kept = sl.Remat()
+    for part in text.split("|"):
+        where, _, name = part.strip().rpartition(":")
+        if where not in ("", "offload") or not name.isidentifier():
+            raise ValueError(
+                "Names of activations are `context|mlp_up`, and of those that the host keeps "
+                f"`offload:block_in`; got `{text}`."
+            )
+        made = sl.Remat.offload(name) if where else sl.Remat.save(name)
+        kept = kept | made
+    return kept
 
 
 def _exchange(text: str) -> sl.Exchange:

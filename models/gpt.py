@@ -450,7 +450,8 @@ class GPT(nnx.Module):
         # closed over by `jax.jit`.
         checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=False)
         block = sl.remat(
-            lambda block, x_BSD, key, seen: block(x_BSD, key, seen), checkpoint=checkpoint
+            lambda block, x_BSD, key, seen: block(named(x_BSD, "block_in"), key, seen),
+            checkpoint=checkpoint,
         )
         keys = (
             None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))

@@ -23,19 +23,20 @@ LAYERS = [
     ),
     ("machine", "_target_names _targets"),
     ("compiled", "_source_lines _hlo _device_groups _collectives _memory_traffic _flops"),
-    ("compiled", "_written _compile _flow _memory"),
+    ("compiled", "_written _compile _flow _memory _host_copies"),
     ("data", "_packages _checks _blocks _tokenizer _corpus _documents _files _tokens _seals"),
     ("data", "_progress _claim _build _store _sequences"),
     ("layouts", "_rules"),
     ("", "rules"),
     (
         "layouts",
-        "_resolve _relate _placement _flax_rules _chain_schedules _remat_policy _annotate _route _reshard",
+        "_resolve _relate _placement _flax_rules _host _chain_schedules _remat_policy _annotate _route "
+        "_reshard",
     ),
     (
         "tracing",
         "_jaxpr _row_rules _rows _flops _row_gradients _lookup_forms _lookups _linearize _block_costs "
-        "_layer_policies _layer_runs _chain_scan _chain_loops _region",
+        "_layer_policies _copied_ahead _layer_runs _chain_scan _chain_loops _region",
     ),
     ("tracing", "_layer_uses _weight_values _bound_weights _stored_weights"),
     ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),

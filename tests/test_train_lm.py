@@ -295,7 +295,7 @@ def test_run_json_of_changed_texts_is_refused(tmp_path):
         (gpt2_124m, ["--strategy.zero", "FULL_SHARD", "--strategy.rules", "data|batch=pod,data|embed=none",
                      "--strategy.mesh", "pod=2,data=4", "--prompt", r"é\n'\""]),
         (llama3_8b_3d, ["--strategy.pipeline", "zb-v:4:16", "--strategy.remat", "stage"]),
-        (gpt2_124m, ["--strategy.remat", "context|mlp_up"]),
+        (gpt2_124m, ["--strategy.remat", "context|offload:mlp_up"]),
     ],
 )  # fmt: skip
 def test_run_json_restores_the_same_run(config, changes, tmp_path):
@@ -386,6 +386,8 @@ def test_command_line_overrides_fields_by_dotted_names():
         ("every:4", sl.Remat.every(4)),
         ("budget:14GiB", sl.Remat.budget("14GiB")),
         ("slots:3", sl.Remat.slots(3)),
+        ("offload:block_in", sl.Remat.offload("block_in")),
+        ("context | offload:block_in", sl.Remat.save("context") | sl.Remat.offload("block_in")),
     ):
         run = from_command_line(["tiny", "--strategy.remat", text])
         assert run.strategy.remat == remat

@@ -2,6 +2,7 @@
 
     Remat()                          the inputs of a block; all else is computed again   "full"
     Remat.save("context", "mlp_up")  these activations too, by their names
+    Remat.offload("block_in")        these too, in the memory of the host
     Remat(products="all")            the results of all matrix products too              "dots"
     Remat(products="without_batch")  but for products with batch dims, such as scores    "dots_..."
     Remat.drop("scores")             everything but what is within these parts     "selective"
@@ -22,9 +23,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
+from jax.ad_checkpoint import Offloadable
 
 from shardlib.checks import _arguments as check
 from shardlib.layouts._chain_schedules import Binomial, Chain, Every
+from shardlib.layouts._host import HOST
 
 Products: TypeAlias = Literal["none", "without_batch", "all"]
 # Words for values. "none" keeps everything, and "stage" is a pipeline's own affair.
@@ -60,26 +63,37 @@ class Remat:
     - `chain`: of blocks in a loop, which of their inputs are kept, and in which order the others
       are made again. `Remat.every`, `Remat.sublinear` and `Remat.slots` make it; None keeps the
       inputs of all blocks. Nothing else of a block is kept with one.
+    - `offloaded`: activations, by name, that are kept in the memory of the host: copied there in
+      the forward pass, and back where the backward pass reads them.
 
     >>> Remat.save("context") | Remat(products="without_batch")
-    Remat(names=('context',), products='without_batch', dropped=(), chain=None)
+    Remat(names=('context',), products='without_batch', dropped=(), chain=None, offloaded=())
     """
 
     names: tuple[str, ...] = ()
     products: Products = "none"
     dropped: tuple[str, ...] = ()
     chain: Chain | None = None
+    offloaded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = check.texts("Remat", "names", self.names, "names of activations, in a tuple")
+        takes = "names of activations, in a tuple"
+        names = check.texts("Remat", "names", self.names, takes)
+        offloaded = check.texts("Remat", "offloaded", self.offloaded, takes)
         check.choice("Remat", "products", self.products, get_args(Products))
         dropped = check.texts("Remat", "dropped", self.dropped, "names of parts, in a tuple")
         takes = "a chain: `sl.Remat.every(4)`, `sl.Remat.sublinear()` or `sl.Remat.slots(4)`"
         check.kind("Remat", "chain", self.chain, Chain | None, takes)
-        if self.chain is not None and (names or dropped or self.products != "none"):
+        if self.chain is not None and (names or dropped or offloaded or self.products != "none"):
             raise self._apart()
+        _check_one_place(names, offloaded)
         # In order, so that equal values are equal whatever the order they were written in.
-        check.assign(self, names=tuple(sorted(set(names))), dropped=tuple(sorted(set(dropped))))
+        check.assign(
+            self,
+            names=tuple(sorted(set(names))),
+            dropped=tuple(sorted(set(dropped))),
+            offloaded=tuple(sorted(set(offloaded))),
+        )
 
     @classmethod
     def save(cls, *names: str) -> "Remat":
@@ -87,11 +101,26 @@ class Remat:
         return cls(names=names)
 
     @classmethod
+    def offload(cls, *names: str) -> "Remat":
+        """Keep the activations of these names in the memory of the host.
+
+        >>> Remat.offload("block_in") | Remat.save("context") == Remat(
+        ...     ("context",), offloaded=("block_in",))
+        True
+        """
+        if not names:
+            raise ValueError(
+                "`Remat.offload()` without a name offloads nothing: name an activation, "
+                '`Remat.offload("block_in")`, or use `remat="full"`.'
+            )
+        return cls(offloaded=names)
+
+    @classmethod
     def drop(cls, *parts: str) -> "Remat":
         """Keep everything but what is computed within the parts of these names.
 
         >>> Remat.drop("scores", "mlp") | Remat.drop("scores")
-        Remat(names=(), products='none', dropped=('scores',), chain=None)
+        Remat(names=(), products='none', dropped=('scores',), chain=None, offloaded=())
         """
         if not parts:
             raise ValueError(
@@ -138,8 +167,8 @@ class Remat:
         """The error for what is kept beside a chain."""
         return ValueError(
             "`Remat`: of a chain, as by `sl.Remat.slots(4)`, only inputs of blocks are kept, and "
-            "no other chain's: `names`, `products` and `dropped` are of every block. Take one of "
-            "the two."
+            "no other chain's: `names`, `products`, `dropped` and `offloaded` are of every block. "
+            "Take one of the two."
         )
 
     def __or__(self, other: "Remat") -> "Remat":
@@ -152,7 +181,12 @@ class Remat:
             raise self._apart()
         order = get_args(Products)
         place = max(order.index(self.products), order.index(other.products))
-        return Remat((*self.names, *other.names), order[place], self._dropped_by_both(other))
+        return Remat(
+            (*self.names, *other.names),
+            order[place],
+            self._dropped_by_both(other),
+            offloaded=(*self.offloaded, *other.offloaded),
+        )
 
     def _dropped_by_both(self, other: "Remat") -> tuple[str, ...]:
         """The parts that are dropped where everything is kept that either value keeps.
@@ -201,6 +235,17 @@ class Remat:
         It is of whole blocks, or of the parts that are dropped where there are some.
         """
         return _policy(self)
+
+
+def _check_one_place(names: tuple[str, ...], offloaded: tuple[str, ...]) -> None:
+    """Refuse activations that are to be kept on the device and in the memory of the host."""
+    both = sorted(set(names) & set(offloaded))
+    if both:
+        raise ValueError(
+            f"`Remat`: `{both[0]}` is to be kept on the device, in `names` or by `Remat.save`, and "
+            "in the memory of the host, in `offloaded` or by `Remat.offload`. Name it in one of "
+            "the two."
+        )
 
 
 @dataclass(frozen=True)
@@ -258,12 +303,20 @@ class RematLayers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of activations that any block keeps."""
+        """The names of activations that any block keeps on the device."""
+        return self._united("names")
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The names of activations that any block keeps in the memory of the host."""
+        return self._united("offloaded")
+
+    def _united(self, which: str) -> tuple[str, ...]:
         names: set[str] = set()
         for value in (*[value for _, value in self.runs], self.rest):
             kept = None if value is None else kept_by_blocks(value)
             if kept is not None:
-                names.update(kept.names)
+                names.update(getattr(kept, which))
         return tuple(sorted(names))
 
     @property
@@ -330,14 +383,36 @@ class LayersPolicy:
 def _policy(remat: Remat) -> Callable[..., Any] | None:
     """The policy of a value: always the same function, so that JAX finds what it traced before."""
     policies = jax.checkpoint_policies
-    kept = []
+    kept: list[Callable[..., Any]] = []
     if remat.names:
         kept.append(policies.save_only_these_names(*remat.names))
     if remat.products == "all":
         kept.append(policies.dots_saveable)
     if remat.products == "without_batch":
         kept.append(policies.dots_with_no_batch_dims_saveable)
-    return functools.reduce(policies.save_from_both_policies, kept) if kept else None
+    policy = functools.reduce(policies.save_from_both_policies, kept) if kept else None
+    if remat.offloaded:
+        return _Offloading(frozenset(remat.offloaded), policy)
+    return policy
+
+
+@dataclass(frozen=True)
+class _Offloading:
+    """A policy of `jax.checkpoint` that keeps some names in the memory of the host.
+
+    JAX's own policies of that kind cannot be united with others.
+    """
+
+    names: frozenset[str]
+    others: Callable[..., Any] | None
+
+    def __call__(self, primitive: Any, *arrays: Any, **params: Any) -> Any:
+        """What becomes of the results of an operation."""
+        if primitive.name == "name" and params["name"] in self.names:
+            return Offloadable(src="device", dst=HOST)
+        if self.others is None:
+            return False
+        return self.others(primitive, *arrays, **params)
 
 
 @dataclass(frozen=True)
@@ -355,6 +430,11 @@ class PolicyOfPart:
         if self.kept.policy is None:
             return False
         return self.kept.policy(primitive, *arrays, **params)
+
+
+def offloads(policy: Any) -> bool:
+    """Whether a block with this policy keeps anything in the memory of the host."""
+    return isinstance(policy, _Offloading)
 
 
 def policy_of(kept: Remat | None) -> Callable[..., Any] | None:
@@ -379,7 +459,7 @@ def kept_by_blocks(value: Any) -> Any:
     """What marked blocks keep; None where they keep everything.
 
     >>> kept_by_blocks("full"), kept_by_blocks("none")
-    (Remat(names=(), products='none', dropped=(), chain=None), None)
+    (Remat(names=(), products='none', dropped=(), chain=None, offloaded=()), None)
     """
     if isinstance(value, Remat | RematLayers):
         return value

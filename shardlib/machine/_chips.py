@@ -35,6 +35,8 @@ class Chip:
     torus: int = 0  # dims of the torus its links form; none where a switch joins all
     largest: int = 8  # chips of the largest slice
     description: str = field(default="", repr=False)  # of a GPU, as its compiler reads it
+    # This device's share of the memory of its host; None where no public figure was found.
+    host_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class _Gpu:
 # TPUs: docs.cloud.google.com/tpu/docs/{v3,v4,v5e,v5p,v6e,tpu7x}, "System architecture", halved
 # where two devices are a chip. A float32 product runs in bfloat16 by default. `usable_bytes` is
 # what the compiler of libtpu 0.0.42 allows: "exceeds available HBM (15.75G)". Links and the slow
-# network: book, "TPU specs"; where it has no figure, a comment.
+# network: book, "TPU specs"; where it has no figure, a comment. `host_bytes`: of v5e what a virtual
+# machine gets ("VM types": 384 GB for eight chips), of v6e "DRAM per host" (1536 GiB for eight).
 TPUS = {
     "v3": Chip(
         "v3", "TPU v3", {"bf16": 61.5e12, "f32": 61.5e12}, 16 * GIB, 15.48 * GIB, 0.45e12,
@@ -100,7 +103,7 @@ TPUS = {
     "v5e": Chip(
         "v5e", "TPU v5 lite", {"bf16": 197e12, "f32": 197e12, "s8": 393e12}, 16 * GIB, 15.75 * GIB,
         0.819e12,
-        link_bandwidth=45e9, slow_bandwidth=3.125e9, torus=2, largest=256,
+        link_bandwidth=45e9, slow_bandwidth=3.125e9, torus=2, largest=256, host_bytes=384e9 / 8,
     ),
     "v5p": Chip(
         "v5p", "TPU v5", {"bf16": 459e12, "f32": 459e12, "s8": 918e12}, 96 * GIB, 95.74 * GIB,
@@ -111,6 +114,7 @@ TPUS = {
         "v6e", "TPU v6 lite", {"bf16": 918e12, "f32": 918e12, "s8": 1836e12}, 32 * GIB,
         31.25 * GIB, 1.638e12,
         link_bandwidth=90e9, slow_bandwidth=12.5e9, torus=2, largest=256,
+        host_bytes=1536 * GIB / 8,
     ),
     "7x": Chip(
         "7x", "TPU7x", {"bf16": 1153.5e12, "f32": 1153.5e12, "f8": 2307e12}, 96 * GIB, 94.75 * GIB,
@@ -126,7 +130,8 @@ TPUS = {
 # float32 product runs in TF32. `hbm_bytes` is what the driver shows, as openxla/xla's specs have
 # it; NVLink and the NIC of each GPU: book, "GPU specs" (18 links of 25 GB/s on Hopper, of 50 GB/s
 # on Blackwell; 400 Gb/s), and NVIDIA's DGX A100 (12 links of 25; 200 Gb/s). JAX takes three
-# quarters of the memory unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise.
+# quarters of the memory unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise. `host_bytes`: of
+# H100 and H200 the 2 TB of a host of eight, as results of MLPerf list them.
 GPUS = {
     "a100": Chip(
         "a100", "NVIDIA A100-SXM4-80GB", {"bf16": 312e12, "f32": 156e12, "s8": 624e12},
@@ -139,7 +144,7 @@ GPUS = {
     "h100": Chip(
         "h100", "NVIDIA H100 80GB HBM3", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12,
         "f8": 1979e12}, 84942979072,
-        0.75 * 84942979072, 3.35e12, link_bandwidth=450e9, slow_bandwidth=50e9,
+        0.75 * 84942979072, 3.35e12, link_bandwidth=450e9, slow_bandwidth=50e9, host_bytes=2e12 / 8,
         description=_Gpu(name="NVIDIA H100 80GB HBM3", major=9, cores=132, fpus=128, clock=1.98,
             memory=84942979072, bandwidth=3352320000000, cache=52428800, shared=233472,
         ).description(),
@@ -147,7 +152,7 @@ GPUS = {
     "h200": Chip(
         "h200", "NVIDIA H200", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12, "f8": 1979e12},
         151397597184,
-        0.75 * 151397597184, 4.8e12, link_bandwidth=450e9, slow_bandwidth=50e9,
+        0.75 * 151397597184, 4.8e12, link_bandwidth=450e9, slow_bandwidth=50e9, host_bytes=2e12 / 8,
         description=_Gpu(name="NVIDIA H200", major=9, cores=132, fpus=128, clock=1.98,
             memory=151397597184, bandwidth=4800000000000, cache=52428800, shared=233472,
         ).description(),

@@ -21,6 +21,11 @@ from shardlib.machine._chips import Chip
 from shardlib.step._strategy import Strategy
 
 
+def host_has_room(memory: Memory, chip: Chip) -> bool:
+    """Whether a device's share of its host's memory suffices; it does where that is unknown."""
+    return chip.host_bytes is None or memory.host_bytes <= chip.host_bytes
+
+
 def advice_for(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str, ...]:
     """What to change, the most promising first, where a step does not fit.
 
@@ -52,7 +57,20 @@ def advice_for(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[s
     if memory.total_bytes > chip.usable_bytes:
         excess = human_bytes(memory.total_bytes - chip.usable_bytes)
         texts.insert(0, f"It is {excess} too much.")
+    if not host_has_room(memory, chip):
+        texts.insert(0, _less_on_host(memory, chip))
     return tuple(texts)
+
+
+def _less_on_host(memory: Memory, chip: Chip) -> str:
+    """Advice for a step that takes more of the host's memory than there is for its device."""
+    assert chip.host_bytes is not None
+    excess = human_bytes(memory.host_bytes - chip.host_bytes)
+    return (
+        f"It takes {human_bytes(memory.host_bytes)} of the host's memory for each device, {excess} "
+        "too much: offload less, `Strategy(offload=...)` and `Remat.offload`; split state further, "
+        "`Strategy(zero=3)`; or take fewer examples at once."
+    )
 
 
 def _recomputation(memory: Memory, strategy: Strategy | None) -> list[tuple[float, str]]:

@@ -31,7 +31,7 @@ from shardlib.compiled._written import Kept
 from shardlib.machine._chips import CHIPS, Chip
 from shardlib.machine._mesh import format_mesh, slow_axes
 from shardlib.machine._targets import LOUD, Target
-from shardlib.planning._advice import advice_for
+from shardlib.planning._advice import advice_for, host_has_room
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._flops import flops_of_planned
 from shardlib.planning._lower import check_traceable, lower
@@ -73,8 +73,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory that the program needs."""
-        return not self.refusal and self.memory.total_bytes <= self.chip.usable_bytes
+        """Whether a device has the memory that the program needs, and its host too.
+
+        What the host has is left out where that is unknown, `chip.host_bytes`.
+        """
+        if self.refusal or self.memory.total_bytes > self.chip.usable_bytes:
+            return False
+        return host_has_room(self.memory, self.chip)
 
     @property
     def sent_bytes(self) -> dict[tuple[tuple[str, ...] | None, bool], int]:
@@ -125,6 +130,7 @@ class Plan:
             "devices": self.devices,
             "fits": self.fits,
             "usable_bytes": usable,
+            "usable_host_bytes": self.chip.host_bytes,
             "memory": _memory_values(self.memory),
             "collectives": [_collective_values(collective) for collective in self.collectives],
             "sent_bytes": _sent_values(self.sent_bytes),
@@ -255,7 +261,8 @@ def plan(
         kept = Kept.of(Path(cache), _key(step, lowered, mesh, options))
     compiled = compile_apart(lowered, platform, options, kept)
     memory = attribute(compiled, platform, kinds_of(traced.paths, len(jax.tree.leaves(state))))
-    _check_host_memory(platform, memory, (state, batch))
+    offloads = strategy is not None and bool(strategy.offloaded_activations)
+    _check_host_memory(platform, memory, (state, batch), offloads)
     step_collectives = collectives(compiled.program, mesh)
     # Only a step of ours says how its state would be split otherwise.
     stage_prices: tuple[Price, ...] = ()
@@ -265,7 +272,8 @@ def plan(
             check_branches(step_collectives)
     # Advice is only for a step that does not fit or that the compiler refuses.
     advice: tuple[str, ...] = ()
-    if memory.total_bytes > chip.usable_bytes or compiled.refusal:
+    fits = memory.total_bytes <= chip.usable_bytes and host_has_room(memory, chip)
+    if not fits or compiled.refusal:
         advice = advice_for(memory, chip, strategy)
     place = _Place.of(mesh, machine, chip)
     return Plan(
@@ -481,11 +489,14 @@ def kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
     return kinds
 
 
-def _check_host_memory(platform: str, memory: Memory, arguments: Any) -> None:
-    """Refuse arguments in the host's memory where the compiler counts them as the device's."""
+def _check_host_memory(platform: str, memory: Memory, arguments: Any, offloads: bool) -> None:
+    """Refuse arrays in the host's memory where the compiler counts them as the device's.
+
+    Those are arguments, and activations if the step `offloads` some.
+    """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
     on_host = any(getattr(each, "memory_kind", None) == "pinned_host" for each in shardings)
-    if platform == "gpu" and on_host and not memory.host_bytes:
+    if platform == "gpu" and (on_host or offloads) and not memory.host_bytes:
         raise ValueError(
             "Some arrays of this step are in the host's memory (`pinned_host`), which the compiler "
             "ignores for GPUs that are not there: it would count them as the device's. Plan for a "

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib._text import human_bytes, table, terminal_width, wrapped
+from shardlib.planning._advice import host_has_room
 
 _BAR_WIDTH = 32  # characters of a bar that stands for all of a device's memory in use
 _EIGHTHS = "▏▎▍▌▋▊▉"  # the last character of a bar, from one eighth to seven eighths full
@@ -97,8 +98,18 @@ def _memory(plan: Any) -> str:
     rows.append(("  total", human_bytes(memory.total_bytes), _verdict(plan)))
     lines = [table(rows, right=(1,), width=terminal_width(), shorten=(0,))]
     if memory.host_bytes:
-        lines.append(f"  and {human_bytes(memory.host_bytes)} of the host's memory")
+        lines.append(f"  and {human_bytes(memory.host_bytes)} of the host's memory{_of_host(plan)}")
     return "\n".join(lines)
+
+
+def _of_host(plan: Any) -> str:
+    """How much of the host's memory there is for a device, and whether that suffices."""
+    if plan.chip.host_bytes is None:
+        return ""
+    text = f", of {human_bytes(plan.chip.host_bytes)} for each device"
+    if not host_has_room(plan.memory, plan.chip):
+        text += ": DOES NOT FIT"
+    return text
 
 
 def _verdict(plan: Any) -> str:
@@ -109,7 +120,7 @@ def _verdict(plan: Any) -> str:
     usable = plan.chip.usable_bytes
     if math.isinf(usable):
         return ""
-    if plan.fits:
+    if not plan.refusal and plan.memory.total_bytes <= usable:
         return f"of {human_bytes(usable)}: fits, {1 - plan.memory.total_bytes / usable:.0%} free"
     return f"of {human_bytes(usable)}: DOES NOT FIT"
 

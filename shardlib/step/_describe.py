@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec
 
 from shardlib._text import human_bytes, table, terminal_width, wrapped
 from shardlib._tree import named_leaves
+from shardlib.layouts._host import HOST
 from shardlib.layouts._resolve import resolve
 from shardlib.layouts._rules import BATCH, Axes, AxisRules, as_tuple, counts_layers, spec_axes
 from shardlib.machine._mesh import format_mesh
 from shardlib.modeling._flax import Names
 from shardlib.modeling._random import is_key
 from shardlib.step._layer_order import orders
-from shardlib.step._offload import HOST
 from shardlib.step._state import State, combine
 
 

@@ -19,7 +19,7 @@ import jax
 from jax.experimental import compute_on
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from shardlib.step._offload import to_device, to_host
+from shardlib.layouts._host import to_device, to_host
 
 # Its name since JAX 0.11.
 _compute_on: Callable[..., Any] = getattr(compute_on, "compute_on2", compute_on.compute_on)

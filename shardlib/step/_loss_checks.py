@@ -310,13 +310,19 @@ def _check_names(blocks: Sequence[Any], kept: Remat, asked: Any) -> None:
         for equation in every_equation(open_jaxpr(block.params["jaxpr"])):
             if equation.primitive.name == "name":
                 known.add(equation.params["name"])
-    unknown = sorted(set(kept.names) - known)
-    if not unknown or (isinstance(asked, str) and len(unknown) < len(kept.names)):
-        return
     text = f'"{asked}"' if isinstance(asked, str) else repr(asked)
+    does = f"`Strategy(remat={text})` keeps"
+    unknown = sorted(set(kept.names) - known)
+    if isinstance(asked, str) and len(unknown) < len(kept.names):
+        unknown = []
+    if not unknown:
+        does = "The strategy offloads"
+        unknown = sorted(set(kept.offloaded) - known)
+    if not unknown:
+        return
     names = listed(sorted(known)) if known else "no names"
     raise ValueError(
-        f"`Strategy(remat={text})` keeps {listed(unknown)}, which no activation of a marked "
+        f"{does} {listed(unknown)}, which no activation of a marked "
         f"block is called. They are called {names}: choose of these, or name an activation, "
         f"`x = sl.checkpoint_name(x, {unknown[0]!r})`."
     )

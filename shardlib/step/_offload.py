@@ -1,12 +1,13 @@
-"""What of a state stays in the memory of the host, and which arrays that are.
+"""What of a step stays in the memory of the host, and which arrays of its state that are.
 
 Arrays in the host's memory are arguments and results of the step like all others, with another
 memory kind in their shardings. JAX keeps it in their types, so that nothing computes with an array
 of the host by accident: it has to be copied first, see `_streamed_update` and `_weights`.
+Activations are copied by JAX where the policy of a block says so, see `_remat_policy`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -15,10 +16,9 @@ from jax import lax
 
 from shardlib.checks import _arguments as check
 from shardlib.collectives._zero import Split
+from shardlib.layouts._host import to_device
 from shardlib.layouts._relate import Relation
-
-HOST = "pinned_host"
-"""What JAX calls the memory of the host that devices copy from and to by themselves."""
+from shardlib.layouts._remat_policy import Remat, RematBudget, RematLayers, kept_by_blocks
 
 # Arrays of so many bytes are copied at a time: enough for a copy to run at full speed.
 BYTES_AT_A_TIME = 2**27
@@ -29,7 +29,7 @@ Updater: TypeAlias = Literal["device", "host"]
 
 @dataclass(frozen=True)
 class Offload:
-    """What of a state stays in the memory of the host while it is not used.
+    """What of a step stays in the memory of the host while it is not used.
 
     - `optimizer`: the optimizer's state, as far as it follows parameters. A step copies some rows
       of it to the device, updates them, and copies them back.
@@ -38,23 +38,28 @@ class Offload:
     - `update`: what computes the update of parameters with such arrays, `"device"` or `"host"`. The
       host takes optimizers whose update of a shard reads no other shard, as of AdamW. The gradient
       goes to the host, the new parameter comes back, and the optimizer's state stays where it is.
+    - `activations`: activations of marked blocks, by name, as `Remat.offload` has them: kept there
+      between a block's forward and backward pass, in addition to what `Strategy(remat=...)` keeps.
 
     What is small, by the same bound as for ZeRO (`Zero(small=...)`), stays on the device, and so do
     gradients.
 
     >>> Offload(parameters=True)
-    Offload(optimizer=True, parameters=True, update='device')
+    Offload(optimizer=True, parameters=True, update='device', activations=())
     """
 
     optimizer: bool = True
     parameters: bool = False
     update: Updater = "device"
+    activations: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         optimizer = check.boolean("Offload", "optimizer", self.optimizer)
         parameters = check.boolean("Offload", "parameters", self.parameters)
         check.choice("Offload", "update", self.update, get_args(Updater))
-        if not optimizer and not parameters:
+        takes = 'names of activations, in a tuple: `("block_in",)`'
+        activations = check.texts("Offload", "activations", self.activations, takes)
+        if not optimizer and not parameters and not activations:
             raise ValueError(
                 "`Offload(optimizer=False, parameters=False)` leaves everything on the device: "
                 "leave `Strategy(offload=...)` out, or choose one."
@@ -64,7 +69,13 @@ class Offload:
                 '`Offload(optimizer=False, update="host")`: the host would have to fetch the '
                 "optimizer's state from the device. Keep it on the host, `optimizer=True`."
             )
-        check.assign(self, optimizer=optimizer, parameters=parameters)
+        activations = tuple(sorted(set(activations)))
+        check.assign(self, optimizer=optimizer, parameters=parameters, activations=activations)
+
+    @property
+    def of_state(self) -> bool:
+        """Whether anything of the state is in the memory of the host."""
+        return self.optimizer or self.parameters
 
 
 def resolve_offload(value: Any) -> Offload | None:
@@ -81,6 +92,32 @@ def resolve_offload(value: Any) -> Offload | None:
     words = ", ".join(map(repr, WORDS))
     takes = f"{words}, or a `sl.Offload`, such as `sl.Offload(parameters=True)`"
     raise check.refusal("Strategy", "offload", value, takes)
+
+
+def with_offloaded(remat: Any, offload: Offload | None) -> Any:
+    """What blocks keep, `Strategy(remat=...)`, with the activations of `Offload` on the host.
+
+    What is kept on the device by such a name, as by "minimal", is kept on the host instead.
+    """
+    kept = kept_by_blocks(remat)
+    if offload is None or not offload.activations:
+        return kept
+    keeps = None
+    if kept is None:
+        keeps = 'all activations on the device: recompute blocks, `remat="full"`'
+    elif remat == "stage":
+        keeps = 'none of blocks between the passes of a stage: recompute these, `remat="full"`'
+    elif isinstance(remat, RematLayers):
+        keeps = "what each run says: say it there, `rest=sl.Remat.offload(...)`"
+    elif isinstance(remat, RematBudget):
+        keeps = "what fits on the device: name what it keeps, `sl.Remat.save(...)`"
+    if keeps is not None:
+        raise ValueError(
+            f"`Strategy(remat={check.shown(remat)}, offload={offload})`: this value of `remat` "
+            f"keeps {keeps}, or leave `activations` out."
+        )
+    names = tuple(name for name in kept.names if name not in offload.activations)
+    return replace(kept, names=names) | Remat.offload(*offload.activations)
 
 
 def parameters_on_host(
@@ -112,23 +149,6 @@ def state_on_host(
         if relation.kind == "same" and splits[str(relation.parameter)].layer > small:
             paths.add(path)
     return frozenset(paths)
-
-
-def is_on_host(array: Any) -> bool:
-    """Whether a traced array is in the host's memory, by its type."""
-    return jax.typeof(array).memory_space == jax.memory.Space.Host
-
-
-def to_device(array: Any) -> Any:
-    """The same array in the device's memory."""
-    if not is_on_host(array):
-        return array
-    return jax.device_put(array, jax.memory.Space.Device)
-
-
-def to_host(array: Any) -> jax.Array:
-    """The same array in the host's memory."""
-    return jax.device_put(array, jax.memory.Space.Host)
 
 
 def copied_in_parts(array: Any, dtype: Any, dim: int) -> jax.Array:

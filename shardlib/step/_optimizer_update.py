@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from shardlib._tree import named_leaves
+from shardlib.layouts._host import is_on_host
 from shardlib.layouts._rules import as_tuple, parts_over
 from shardlib.optimizers._local import Local
 from shardlib.step._exchange import Gradient
-from shardlib.step._offload import is_on_host
 from shardlib.step._state import State
 from shardlib.step._strategy import Strategy
 from shardlib.step._streamed_update import Owner, streamed_update

@@ -12,6 +12,7 @@ from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arrays as check_arrays
 from shardlib.collectives._exact import Parameter
 from shardlib.collectives._zero import Split, split_further
+from shardlib.layouts._host import HOST, to_device
 from shardlib.layouts._placement import Placement, by_names, like_parameters, place
 from shardlib.layouts._relate import Relation
 from shardlib.layouts._rules import AxisRules, axes_without, spec_axes
@@ -19,12 +20,7 @@ from shardlib.modeling._flax import Definition, Names
 from shardlib.modeling._random import is_key
 from shardlib.step._exchange import ErrorsByPath, pieces
 from shardlib.step._layer_order import place_layers, reordered
-from shardlib.step._offload import (
-    HOST,
-    parameters_on_host,
-    state_on_host,
-    to_device,
-)
+from shardlib.step._offload import parameters_on_host, state_on_host
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._region import StoredWeight
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import optax
 from jax.sharding import Mesh
 
+from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange
 from shardlib.collectives._zero import Zero, resolve_zero
@@ -23,7 +24,6 @@ from shardlib.layouts._remat_policy import (
     RematBudget,
     RematLayers,
     checked_remat,
-    kept_by_blocks,
 )
 from shardlib.layouts._rules import (
     BATCH,
@@ -39,7 +39,7 @@ from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
 from shardlib.machine._portable_mesh import PortableMesh
 from shardlib.pipeline._schedule_checks import check_is_schedule, check_stage_axis, check_table
 from shardlib.pipeline.schedules._schedule import Schedule
-from shardlib.step._offload import Offload, resolve_offload
+from shardlib.step._offload import Offload, resolve_offload, with_offloaded
 from shardlib.step._precision import Precision, resolve_precision
 
 # The count of microbatches is an int32 in the compiled step.
@@ -73,8 +73,9 @@ class Strategy:
       results of matrix products too; `"minimal"` those of projections and attention's context;
       `"selective"` everything but attention's scores and their softmax; `"sublinear"` the inputs of
       few blocks of a loop, `Remat.slots(4)` of as many as it says; a `Remat`, such as
-      `Remat.save("context")`, what it says, and `Remat.layers((8, "none"), rest="full")` not the
-      same of all blocks. `Remat.budget("14GiB")` keeps what fits.
+      `Remat.save("context")`, what it says, in the memory of the host with
+      `Remat.offload("block_in")`, and `Remat.layers((8, "none"), rest="full")` not the same of all
+      blocks. `Remat.budget("14GiB")` keeps what fits.
       `"stage"`, under a pipeline, keeps only what was sent to each stage, and, while a stage is
       recomputed, only the inputs of its blocks.
     - `offload`: what stays in the memory of the host while it is not used: `"optimizer"`, its
@@ -172,7 +173,7 @@ class Strategy:
         check.choice("Strategy", "nonfinite", self.nonfinite, ("skip", "count"))
         check.choice("Strategy", "draws", self.draws, ("same", "by_mesh"))
         checked_remat("Strategy", "remat", self.remat)
-        resolve_offload(self.offload)
+        with_offloaded(self.remat, resolve_offload(self.offload))
         hide = check.boolean("Strategy", "hide_collectives", self.hide_collectives)
         clip = self.clip
         # Any transformation of the gradient may clip; a number is the norm of the whole.
@@ -332,6 +333,13 @@ class Strategy:
                 "differentiates its layers one by one, and keeps their inputs for each microbatch. "
                 'To keep less, take `remat="stage"`: only what was sent to each stage.'
             )
+        if self.offloaded_activations:
+            raise ValueError(
+                f"`Strategy(remat={check.shown(self.remat)}, offload={self.offload!r}, "
+                f"pipeline=...)` offloads {listed(self.offloaded_activations)}: what a stage keeps "
+                "of a microbatch waits in buffers of the device. Keep less there, "
+                '`remat="full"`, or `remat="stage"`, which keeps only what was sent to each stage.'
+            )
         if isinstance(self.exchange, Exact) and self.exchange.overlap:
             raise ValueError(
                 "`Exact(overlap=True)` is for steps without a pipeline: here gradients go after "
@@ -409,8 +417,11 @@ class Strategy:
 
     @property
     def offloaded(self) -> Offload | None:
-        """The `Offload` that `offload` stands for."""
-        return resolve_offload(self.offload)
+        """The `Offload` that `offload` stands for; None where it leaves the state on the device."""
+        offload = resolve_offload(self.offload)
+        if offload is None or not offload.of_state:
+            return None
+        return offload
 
     @property
     def skips(self) -> bool:
@@ -466,7 +477,13 @@ class Strategy:
     @property
     def kept_by_blocks(self) -> Remat | None:
         """What blocks marked with `sl.remat` keep; None where they keep everything."""
-        return kept_by_blocks(self.remat)
+        return with_offloaded(self.remat, resolve_offload(self.offload))
+
+    @property
+    def offloaded_activations(self) -> tuple[str, ...]:
+        """The names of activations that blocks keep in the memory of the host."""
+        kept = self.kept_by_blocks
+        return () if kept is None else kept.offloaded
 
     def scope(self) -> AbstractContextManager[Scope]:
         """Rules and mesh in force, for your own code outside the step.

@@ -24,8 +24,9 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from shardlib.layouts._host import is_on_host, to_device, to_host
 from shardlib.step._host_update import HostUpdate
-from shardlib.step._offload import BYTES_AT_A_TIME, Updater, is_on_host, to_device, to_host
+from shardlib.step._offload import BYTES_AT_A_TIME, Updater
 from shardlib.tracing._jaxpr import (
     JITS,
     behind,

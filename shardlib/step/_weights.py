@@ -23,6 +23,7 @@ from shardlib._tree import map_named
 from shardlib.collectives._exact import Exact, Parameter
 from shardlib.collectives._zero import Split, gather, scatter, total
 from shardlib.layouts._annotate import chain_in_force, constrain
+from shardlib.layouts._host import to_device
 from shardlib.layouts._remat_policy import RematLayers
 from shardlib.layouts._rules import (
     as_tuple,
@@ -32,7 +33,7 @@ from shardlib.layouts._rules import (
     parts_over,
     spec_axes,
 )
-from shardlib.step._offload import copied_in_parts, parameters_on_host, to_device
+from shardlib.step._offload import copied_in_parts, parameters_on_host
 from shardlib.step._precision import cast
 from shardlib.step._scopes import EXCHANGE, GATHER
 from shardlib.step._state import combine
@@ -393,8 +394,9 @@ class Weights:
         self.parameters, self.treedef = jax.tree.flatten(trained)
         stored_leaves = self.treedef.flatten_up_to(params)
         self.frozen = frozen
+        offloads = bool(strategy.offloaded_activations)
         layers_differ = isinstance(strategy.remat, RematLayers)
-        self.has_own_loops = layers_differ or chain_in_force() is not None
+        self.has_own_loops = layers_differ or offloads or chain_in_force() is not None
         self.frozen_held = jax.tree.map(lambda p, stored: p.start(stored), frozen, frozen_params)
         self.trained: list[_Trained] = []
         for parameter, stored in zip(self.parameters, stored_leaves, strict=True):

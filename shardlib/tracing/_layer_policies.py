@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from shardlib.layouts._remat_policy import LayersPolicy, policy_of
+from shardlib.layouts._remat_policy import LayersPolicy, offloads, policy_of
 from shardlib.tracing._jaxpr import (
     every_equation,
     held_functions,
@@ -149,6 +149,15 @@ def holds_runs(equation: Any) -> bool:
     for function in held_functions(equation):
         for inner in every_equation(open_jaxpr(function)):
             if is_block(inner) and isinstance(inner.params["policy"], LoopPolicy):
+                return True
+    return False
+
+
+def holds_offloading(equation: Any) -> bool:
+    """Whether an equation holds a marked block that keeps activations in the host's memory."""
+    for function in held_functions(equation):
+        for inner in every_equation(open_jaxpr(function)):
+            if is_block(inner) and offloads(inner.params["policy"]):
                 return True
     return False
 

@@ -8,7 +8,8 @@ after the other, whose bodies differ only in the policy of their marked blocks:
 
 Loops over parts of stacked arrays would copy those parts. So each iteration picks its layer from
 the whole stack by number, and the derivative is written by hand: every backward loop puts the
-gradients of its layers into the same stack, in place.
+gradients of its layers into the same stack, in place. What is kept in the memory of the host is
+copied back a layer ahead, see `_copied_ahead`.
 """
 
 import functools
@@ -23,6 +24,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from shardlib.tracing._copied_ahead import Kept, with_copies
 from shardlib.tracing._jaxpr import values_of, variables
 from shardlib.tracing._linearize import Partition, instantiated
 
@@ -152,9 +154,11 @@ class _Loop:
         """
         # A carry that starts as a constant is differentiated once a layer has added to it.
         moving = moving._replace(init=Partition.by_dtype(init))
+        # A layer and not its shapes, which do not say in which memory it is.
+        any_layer = _layer(xs, 0)
         carry, outputs, done, all_kept = init, [], [], []
         for run, start in self._in_order():
-            layer = _Derivative.of(run.step, consts, carry, _layer_shapes(xs), moving)
+            layer = _Derivative.of(run.step, consts, carry, any_layer, moving)
             derivative = _RunDerivative(layer, start, run.stop, self.reverse)
             carry, stacked, kept = derivative.forward(consts, carry, xs)
             outputs.append(stacked)
@@ -246,11 +250,6 @@ class _Gradients(NamedTuple):
         return _Gradients(carry, consts, stacks)
 
 
-def _layer_shapes(stacks: list[Any]) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of one layer of each stack."""
-    return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks]
-
-
 def _layer(stacks: list[Any], number: Any) -> list[Any]:
     """One layer of each stack."""
     return [lax.dynamic_index_in_dim(x, number, 0, keepdims=False) for x in stacks]
@@ -298,16 +297,23 @@ class _RunDerivative:
             outputs: the cotangents of the outputs of all layers, of those that have any.
             gradients: those so far.
         """
+        of_layers = Kept(kept, self.start, self.stop, self.reverse)
 
-        def iteration(gradients: _Gradients, at: Any) -> Any:
-            number, kept = at
-            carry, added, layer = self.layer.backward(
-                kept, consts, _layer(xs, number), gradients.carry, _layer(outputs, number)
-            )
-            return gradients.with_layer(number, carry, added, layer), None
+        def iteration(state: Any, at: Any) -> Any:
+            (gradients, copies), (number, on_device) = state, at
+            given = consts, _layer(xs, number), gradients.carry, _layer(outputs, number)
+
+            def backward(on_host: list[Any]) -> Any:
+                return self.layer.backward(of_layers.merged(on_device, on_host), *given)
+
+            # The copies were made while the layer before was differentiated.
+            carry, added, layer = with_copies(backward, of_layers.of_layer(number), copies)
+            gradients = gradients.with_layer(number, carry, added, layer)
+            return (gradients, of_layers.next_copies(number)), None
 
         numbers = jnp.arange(self.start, self.stop)
-        gradients, _ = lax.scan(iteration, gradients, (numbers, kept), reverse=not self.reverse)
+        state, stacks = (gradients, of_layers.first_copies()), (numbers, of_layers.on_device)
+        (gradients, _), _ = lax.scan(iteration, state, stacks, reverse=not self.reverse)
         return gradients
 
 

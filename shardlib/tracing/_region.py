@@ -30,6 +30,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from shardlib.layouts._host import is_on_host
 from shardlib.tracing._jaxpr import picked, readers_of, relocated
 from shardlib.tracing._linearize import Partition, derivative, instantiated
 
@@ -377,10 +378,13 @@ def evaluate_region(
 def _smallest_made_here(leaves: list[Any], inputs: list[Any]) -> int | None:
     """The position of the smallest array that a region has made, of those that it keeps.
 
-    None if it keeps nothing but its inputs.
+    None if it keeps nothing but its inputs on the device.
     """
     given = set(map(id, inputs))
-    made = [position for position, leaf in enumerate(leaves) if id(leaf) not in given]
+    made = []
+    for position, leaf in enumerate(leaves):
+        if id(leaf) not in given and not is_on_host(leaf):
+            made.append(position)
     return min(made, key=lambda position: leaves[position].size, default=None)
 
 

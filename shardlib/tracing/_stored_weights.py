@@ -60,7 +60,12 @@ from shardlib.tracing._jaxpr import (
     values_of,
     variables,
 )
-from shardlib.tracing._layer_policies import bodies_of_runs, holds_runs, with_policies_of_layers
+from shardlib.tracing._layer_policies import (
+    bodies_of_runs,
+    holds_offloading,
+    holds_runs,
+    with_policies_of_layers,
+)
 from shardlib.tracing._layer_runs import Run, loop_in_runs
 from shardlib.tracing._layer_uses import (
     MARK,
@@ -298,7 +303,7 @@ def _leads_to_chain(equation: Any) -> bool:
 
 def _has_own_loop(equation: Any) -> bool:
     """Whether an equation is, or holds, a loop whose derivative is not the one that JAX makes."""
-    return _leads_to_chain(equation) or holds_runs(equation)
+    return _leads_to_chain(equation) or holds_runs(equation) or holds_offloading(equation)
 
 
 def _jit(stretch: Stretch, inputs: list[Value]) -> list[Value]:
@@ -355,7 +360,8 @@ def _checkpoint(stretch: Stretch, inputs: list[Value]) -> list[Value]:
 class _LayerLoop:
     """A `scan` over layers of weights, whose body makes one layer whole at a time.
 
-    With a `chain`, it keeps inputs of layers by that.
+    With a `chain`, it keeps inputs of layers by that. If it `copies_ahead`, activations in the
+    memory of the host are copied back a layer before they are read.
 
     Its inputs are `num_consts` constants, `num_carry` carries, and `xs`, of which each iteration
     gets one part. `stacks` are the weights that `xs` are or are cast from, each once, and `taken`
@@ -369,6 +375,7 @@ class _LayerLoop:
     stacks: list[WeightSlice]
     taken: list[WeightSlice]
     chain: Chain | None = None
+    copies_ahead: bool = False
 
     def run(
         self,
@@ -397,7 +404,7 @@ class _LayerLoop:
         if self.chain is not None:
             return chain_scan(step, init, xs, length, self.chain, reverse=reverse)
         bodies = bodies_of_runs(self.body, length)
-        if len(bodies) == 1:
+        if len(bodies) == 1 and not self.copies_ahead:
             return lax.scan(step, init, xs, **options)
         runs = [Run(stop, replace(self, body=body).step) for stop, body in bodies]
         return loop_in_runs(runs, held, init, xs, reverse=reverse)
@@ -458,7 +465,10 @@ def _scan(stretch: Stretch, inputs: list[Value]) -> list[Value]:
     if not is_loop_over_blocks(equation):
         chain = None
     body = equation.params["jaxpr"]
-    loop = _LayerLoop(body, num_consts, num_carry, xs, stacks, taken, chain)
+    # References, to which microbatches add their gradients, JAX's own derivative hands on.
+    copies_ahead = holds_offloading(equation) and all(stack.sums is None for stack in stacks)
+    copies_ahead = copies_ahead and is_loop_over_blocks(equation)
+    loop = _LayerLoop(body, num_consts, num_carry, xs, stacks, taken, chain, copies_ahead)
     run = functools.partial(loop.run, scan_options(equation))
     stack_xs = [stack.scanned for stack in taken]
     # The body keeps its own source lines; only the `scan` takes this one.

@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 
 from shardlib._tree import named_leaves
+from shardlib.layouts._host import to_device
 from shardlib.modeling._random import is_key, scrambled
-from shardlib.step._offload import to_device
 from shardlib.step._state import State
 
 # Odd factors of an element's index along even and odd dims, which tell positions apart.
