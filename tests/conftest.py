@@ -2,6 +2,7 @@
 is there.
 """
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -17,6 +18,8 @@ COMPILERS = {
 def pytest_configure(config):
     if any("::" in argument for argument in config.args) and config.option.markexpr == "not slow":
         config.option.markexpr = ""  # a test that is asked for by its name is run
+    # Traces are many objects that live long, among which Python would look for garbage often.
+    gc.set_threshold(200_000, 20, 50)
     # pytest-xdist tells its workers how wide the terminal is; tables would be cut to it.
     os.environ.pop("COLUMNS", None)
     # With libtpu installed and no TPU, do not ask the metadata server for one.
