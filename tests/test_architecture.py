@@ -67,7 +67,7 @@ LAYERS = [
     ),
     ("pipeline", "_pass_row _passes _outside_loops"),
     ("pipeline", "_execute"),
-    ("experts", "_routing _dispatch _moe_checks _moe"),
+    ("experts", "_routing _dispatch _moe_checks _token_exchange _moe"),
     (
         "step",
         "_scopes _precision _offload _exchange _strategy _batches _layer_order _state _init_checks _init",

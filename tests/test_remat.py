@@ -14,51 +14,29 @@ import pytest
 from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
 from machines import compile_for, mesh_on
+from remat_cases import BATCH, DATA, FULL_ZERO, LENGTH, ROWS, STAGE_3, TENSOR, decoder, stepped
 
 import shardlib as sl
 from models import gpt, moe
 
-ROWS, LENGTH, WIDTH, HIDDEN, LAYERS = 16, 32, 64, 256, 4
-CONFIG = gpt.tiny(
-    layers=LAYERS,
-    width=WIDTH,
-    heads=4,
-    context=LENGTH,
-    norm="rms",
-    mlp="swiglu",
-    bias=False,
-    positions="rotary",
-)
+WIDTH, HIDDEN, LAYERS = 64, 256, 4
+CONFIG = decoder(LAYERS, WIDTH)
 # Plain attention, which has all scores in memory.
 WHOLE_SCORES = dataclasses.replace(CONFIG, attention="xla")
-BATCH = {
-    "tokens": np.random.default_rng(0).integers(0, CONFIG.vocab, (ROWS, LENGTH + 1), dtype=np.int32)
-}
 NAMES = (
     "attention_out", "context", "key", "mlp_gate", "mlp_hidden", "mlp_out", "mlp_up", "query",
     "value",
 )  # fmt: skip
-FULL_ZERO = {"zero": sl.Zero(3, small=0)}
 PIPELINE = {"mesh": "stage=2,data=4", "rules": sl.rules.data | sl.rules.pipeline}
 STRATEGIES = {
-    "data": {"mesh": "data=8", "rules": sl.rules.data},
-    "stage 3": {"mesh": "data=8", "rules": sl.rules.data, **FULL_ZERO},
-    "tensor": {
-        "mesh": "data=2,model=4", "rules": sl.rules.data | sl.rules.tensor_sequence, **FULL_ZERO,
-    },
+    "data": DATA,
+    "stage 3": STAGE_3,
+    "tensor": TENSOR,
     "pipeline": {
         **PIPELINE, "zero": sl.Zero(1, small=0), "pipeline": sl.pipeline.OneFOneB(2, 2),
     },
     "split backward": {**PIPELINE, "pipeline": sl.pipeline.ZBH1(2, 2)},
 }  # fmt: skip
-
-
-def stepped(config=CONFIG, **options):
-    """The loss of a step, and the parameters after it."""
-    strategy = sl.Strategy(**options)
-    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
-    state, metrics = sl.train_step(gpt.loss, strategy)(state, BATCH)
-    return metrics["loss"], jax.tree.map(np.asarray, state.params)
 
 
 @functools.cache
@@ -162,7 +140,7 @@ def test_selective_keeps_everything_but_what_grows_with_the_square(batch):
 @pytest.mark.long
 def test_selective_is_none_where_attention_keeps_no_scores():
     assert kept_arrays("selective") == kept_arrays("none")
-    loss, params = stepped(mesh="data=8,model=1", rules=sl.rules.data, remat="selective")
+    loss, params = stepped(CONFIG, mesh="data=8,model=1", rules=sl.rules.data, remat="selective")
     assert loss == plain()[0]
     jax.tree.map(np.testing.assert_array_equal, params, plain()[1])
 
@@ -352,7 +330,7 @@ def test_a_part_is_recomputed_by_itself_where_a_value_drops_it():
 )
 def test_remat_refuses_unknown_words_and_names(remat, message):
     with pytest.raises(ValueError, match=message):
-        stepped(mesh="data=8", rules=sl.rules.data, remat=remat)
+        stepped(CONFIG, mesh="data=8", rules=sl.rules.data, remat=remat)
 
 
 def test_remat_refuses_names_where_no_block_is_marked():

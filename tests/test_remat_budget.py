@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from remat_cases import BATCH, DATA, FULL_ZERO, decoder, stepped
 
 import shardlib as sl
 from models import gpt
@@ -19,36 +20,14 @@ from shardlib.tracing._flops import flops_of
 from shardlib.tracing._jaxpr import every_equation, is_block
 from shardlib.tracing._layer_runs import Run, loop_in_runs
 
-ROWS, LENGTH, WIDTH, LAYERS = 16, 32, 64, 5
-CONFIG = gpt.tiny(
-    layers=LAYERS,
-    width=WIDTH,
-    heads=4,
-    context=LENGTH,
-    norm="rms",
-    mlp="swiglu",
-    bias=False,
-    positions="rotary",
-)
-BATCH = {
-    "tokens": np.random.default_rng(0).integers(0, CONFIG.vocab, (ROWS, LENGTH + 1), dtype=np.int32)
-}
-DATA = {"mesh": "data=8", "rules": sl.rules.data}
-FULL_ZERO = {"zero": sl.Zero(3, small=0)}
+LAYERS = 5
+CONFIG = decoder(LAYERS)
 MIXED = sl.Remat.layers((2, sl.Remat.save("context")), (1, "none"), rest="full")
-
-
-def stepped(**options):
-    """The loss of a step, and the parameters after it."""
-    strategy = sl.Strategy(**options)
-    state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
-    state, metrics = sl.train_step(gpt.loss, strategy)(state, BATCH)
-    return metrics["loss"], jax.tree.map(np.asarray, state.params)
 
 
 @functools.cache
 def plain():
-    return stepped(**DATA)
+    return stepped(CONFIG, **DATA)
 
 
 @pytest.mark.long
@@ -66,7 +45,7 @@ def plain():
     ids=["data", "microbatches", "stage 3", "stage 3 microbatches", "overlap", "tensor"],
 )
 def test_layers_that_keep_different_things_change_no_number(options):
-    loss, params = stepped(remat=MIXED, **options)
+    loss, params = stepped(CONFIG, remat=MIXED, **options)
     expected_loss, expected = plain()
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)

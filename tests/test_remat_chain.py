@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from machines import compile_for, mesh_on
+from remat_cases import DATA, STAGE_3, TENSOR, decoder, stepped
 
 import shardlib as sl
 from models import gpt
@@ -239,41 +240,14 @@ def test_chain_scan_keeps_the_rows_of_its_table(chain):
     assert states(lax.scan) >= 36
 
 
-LAYERS, CONTEXT = 5, 32
-CONFIG = gpt.tiny(
-    layers=LAYERS,
-    width=32,
-    heads=4,
-    context=CONTEXT,
-    norm="rms",
-    mlp="swiglu",
-    bias=False,
-    positions="rotary",
-)
-BATCH = {
-    "tokens": np.random.default_rng(0).integers(0, CONFIG.vocab, (16, CONTEXT + 1), dtype=np.int32)
-}
-DATA = {"mesh": "data=8", "rules": sl.rules.data}
-STAGE_3 = {**DATA, "zero": sl.Zero(3, small=0)}
-TENSOR = {
-    "mesh": "data=2,model=4",
-    "rules": sl.rules.data | sl.rules.tensor_sequence,
-    "zero": sl.Zero(3, small=0),
-}
+LAYERS = 5
+CONFIG = decoder(LAYERS, width=32)
 OVERLAP = {**DATA, "exchange": sl.Exact(overlap=True)}
-
-
-def stepped(**options):
-    """The loss of a step, and the parameters after it."""
-    strategy = sl.Strategy(**options)
-    state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
-    state, metrics = sl.train_step(gpt.loss, strategy)(state, BATCH)
-    return metrics["loss"], jax.tree.map(np.asarray, state.params)
 
 
 @functools.cache
 def plain_step():
-    return stepped(**DATA)
+    return stepped(CONFIG, **DATA)
 
 
 @pytest.mark.long
@@ -293,7 +267,7 @@ def plain_step():
     ],
 )  # fmt: skip
 def test_chain_changes_no_number_of_a_step(options):
-    loss, params = stepped(**options)
+    loss, params = stepped(CONFIG, **options)
     expected_loss, expected = plain_step()
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), params, expected)

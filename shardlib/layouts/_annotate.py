@@ -25,7 +25,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
-from shardlib.layouts._chain_schedules import Chain
 from shardlib.layouts._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
 from shardlib.layouts._remat_policy import Remat, checked_remat, kept_by_blocks
 from shardlib.layouts._resolve import Resolution, resolve
@@ -92,14 +91,6 @@ def current_scope() -> Scope | None:
     Rules come into force with `use`, and a scope without rules with `unsharded`.
     """
     return _scope.value
-
-
-def chain_in_force() -> Chain | None:
-    """The chain whose inputs loops over marked blocks keep; None where they keep all."""
-    scope = _scope.value
-    if scope is None or scope.remat is None:
-        return None
-    return scope.remat.chain
 
 
 def current_mesh() -> AbstractMesh:

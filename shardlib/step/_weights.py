@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from shardlib._tree import map_named
 from shardlib.collectives._exact import Exact, Parameter
 from shardlib.collectives._zero import Split, gather, scatter, total
-from shardlib.layouts._annotate import chain_in_force, constrain
+from shardlib.layouts._annotate import constrain
 from shardlib.layouts._host import to_device
 from shardlib.layouts._remat_policy import RematLayers
 from shardlib.layouts._rules import (
@@ -38,6 +38,7 @@ from shardlib.step._precision import cast
 from shardlib.step._scopes import EXCHANGE, GATHER
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
+from shardlib.tracing._chain_loops import chain_in_force
 from shardlib.tracing._lookups import partitionable
 from shardlib.tracing._region import StoredWeight, Weight
 from shardlib.tracing._stored_weights import UNMANAGED, evaluate_on_use

@@ -13,7 +13,20 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
+from shardlib.layouts._annotate import current_scope
+from shardlib.layouts._chain_schedules import Chain
 from shardlib.tracing._jaxpr import CALLS, every_equation, held_functions, is_block, open_jaxpr
+
+
+def chain_in_force() -> Chain | None:
+    """The chain by which loops over marked blocks keep inputs; None where they keep all.
+
+    It is part of what blocks keep, `Strategy(remat=...)`, and ambient as all of that is.
+    """
+    scope = current_scope()
+    if scope is None or scope.remat is None:
+        return None
+    return scope.remat.chain
 
 
 def is_loop_over_blocks(equation: Any) -> bool:

@@ -39,10 +39,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from shardlib.layouts._annotate import chain_in_force
 from shardlib.layouts._chain_schedules import Chain
 from shardlib.tracing._bound_weights import bind_all_replicated, bind_replicated_weights
 from shardlib.tracing._chain_loops import (
+    chain_in_force,
     is_loop_over_blocks,
     leads_to_loop_over_blocks,
     loops_over_blocks,
