@@ -6,6 +6,7 @@
     Remat(products="without_batch")  but for products with batch dims, such as scores    "dots_..."
     Remat.drop("scores")             everything but what is within these parts     "selective"
     Remat.save("query", "mlp_up"...) the results of all projections, and the context    "minimal"
+    Remat.compress("int8", "mlp_up") these activations too, in fewer bits
     a | b                            what either keeps
     Remat.layers((8, "none"), rest="full")   the first eight blocks another than the others
     Remat.sublinear()                the inputs of few blocks of a loop, and of others in turn
@@ -27,6 +28,12 @@ from shardlib.checks import _arguments as check
 from shardlib.layouts._chain_schedules import Binomial, Chain, Every
 
 Products: TypeAlias = Literal["none", "without_batch", "all"]
+Encoding: TypeAlias = Literal["int8", "int4", "fp8", "bf16", "sign"]
+ENCODINGS = get_args(Encoding)
+# What is named so belongs to the activation whose name comes before, and is never compressed.
+BESIDE = ":beside"
+# The operation that an activation of a name goes through, whose policy says how it is encoded.
+COMPRESSIBLE = "compressible"
 # Words for values. "none" keeps everything, and "stage" is a pipeline's own affair.
 WORDS = (
     *("none", "full", "stage", "dots", "dots_without_batch"),
@@ -57,18 +64,21 @@ class Remat:
     - `dropped`: parts, by the names that the model gave them with `sl.remat(..., part=...)`. With
       any, blocks keep everything but what is computed within these parts, which keep their inputs,
       and of the rest what `names` and `products` say.
+    - `compressed`: activations that are kept in fewer bits, by name with their encoding. What is
+      among `names` too is kept as it is. Products say nothing of these.
     - `chain`: of blocks in a loop, which of their inputs are kept, and in which order the others
       are made again. `Remat.every`, `Remat.sublinear` and `Remat.slots` make it; None keeps the
       inputs of all blocks. Nothing else of a block is kept with one.
 
     >>> Remat.save("context") | Remat(products="without_batch")
-    Remat(names=('context',), products='without_batch', dropped=(), chain=None)
+    Remat(names=('context',), products='without_batch', dropped=(), chain=None, compressed=())
     """
 
     names: tuple[str, ...] = ()
     products: Products = "none"
     dropped: tuple[str, ...] = ()
     chain: Chain | None = None
+    compressed: tuple[tuple[str, Encoding], ...] = ()
 
     def __post_init__(self) -> None:
         names = check.texts("Remat", "names", self.names, "names of activations, in a tuple")
@@ -76,10 +86,12 @@ class Remat:
         dropped = check.texts("Remat", "dropped", self.dropped, "names of parts, in a tuple")
         takes = "a chain: `sl.Remat.every(4)`, `sl.Remat.sublinear()` or `sl.Remat.slots(4)`"
         check.kind("Remat", "chain", self.chain, Chain | None, takes)
-        if self.chain is not None and (names or dropped or self.products != "none"):
+        compressed = _encodings_by_name(self.compressed, names)
+        if self.chain is not None and (names or dropped or compressed or self.products != "none"):
             raise self._apart()
         # In order, so that equal values are equal whatever the order they were written in.
         check.assign(self, names=tuple(sorted(set(names))), dropped=tuple(sorted(set(dropped))))
+        check.assign(self, compressed=compressed)
 
     @classmethod
     def save(cls, *names: str) -> "Remat":
@@ -87,11 +99,29 @@ class Remat:
         return cls(names=names)
 
     @classmethod
+    def compress(cls, encoding: Encoding, *names: str) -> "Remat":
+        """Keep the activations of these names in fewer bits; only the backward pass reads those.
+
+        The encoding is `"int8"`, `"int4"` or `"fp8"`, with a scale for each block of 128 numbers at
+        most; `"bf16"`; or `"sign"`, a bit for whether a number is above zero, which is all that the
+        derivative of a ReLU reads of its argument.
+
+        >>> Remat.compress("int8", "mlp_up").compressed
+        (('mlp_up', 'int8'),)
+        """
+        if not names:
+            raise ValueError(
+                f"`Remat.compress({check.shown(encoding)})` without a name compresses nothing: "
+                'name an activation, `Remat.compress("int8", "mlp_up")`.'
+            )
+        return cls(compressed=tuple((name, encoding) for name in names))
+
+    @classmethod
     def drop(cls, *parts: str) -> "Remat":
         """Keep everything but what is computed within the parts of these names.
 
         >>> Remat.drop("scores", "mlp") | Remat.drop("scores")
-        Remat(names=(), products='none', dropped=('scores',), chain=None)
+        Remat(names=(), products='none', dropped=('scores',), chain=None, compressed=())
         """
         if not parts:
             raise ValueError(
@@ -138,8 +168,8 @@ class Remat:
         """The error for what is kept beside a chain."""
         return ValueError(
             "`Remat`: of a chain, as by `sl.Remat.slots(4)`, only inputs of blocks are kept, and "
-            "no other chain's: `names`, `products` and `dropped` are of every block. Take one of "
-            "the two."
+            "no other chain's: `names`, `products`, `dropped` and `compressed` are of every block. "
+            "Take one of the two."
         )
 
     def __or__(self, other: "Remat") -> "Remat":
@@ -152,7 +182,9 @@ class Remat:
             raise self._apart()
         order = get_args(Products)
         place = max(order.index(self.products), order.index(other.products))
-        return Remat((*self.names, *other.names), order[place], self._dropped_by_both(other))
+        names, dropped = (*self.names, *other.names), self._dropped_by_both(other)
+        compressed = (*self.compressed, *other.compressed)
+        return Remat(names, order[place], dropped, compressed=compressed)
 
     def _dropped_by_both(self, other: "Remat") -> tuple[str, ...]:
         """The parts that are dropped where everything is kept that either value keeps.
@@ -195,12 +227,34 @@ class Remat:
         return RematBudget(_bytes_of(memory))
 
     @property
+    def every_name(self) -> tuple[str, ...]:
+        """The names of activations that are kept, in whatever form."""
+        return tuple(sorted({*self.names, *dict(self.compressed)}))
+
+    @property
     def policy(self) -> Callable[..., Any] | None:
         """The same as a policy of `jax.checkpoint`; None where nothing but inputs is kept.
 
         It is of whole blocks, or of the parts that are dropped where there are some.
         """
         return _policy(self)
+
+
+def _encodings_by_name(pairs: Any, kept: tuple[str, ...]) -> tuple[tuple[str, Encoding], ...]:
+    """Names with their encodings, in order, but for those that are `kept` as they are."""
+    takes = 'pairs of a name and an encoding, `(("mlp_up", "int8"),)`'
+    encodings: dict[str, Encoding] = {}
+    for pair in check.kind("Remat", "compressed", pairs, tuple, takes):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise check.refusal("Remat", "compressed", pairs, takes)
+        name = check.text("Remat", "compressed", pair[0], "the name of an activation, as text")
+        check.choice("Remat.compress", "encoding", pair[1], ENCODINGS)
+        if encodings.setdefault(name, pair[1]) != pair[1]:
+            raise ValueError(
+                f"`Remat`: `{name}` is compressed as {encodings[name]!r} and as {pair[1]!r}. "
+                "Choose one of them."
+            )
+    return tuple(sorted((name, how) for name, how in encodings.items() if name not in kept))
 
 
 @dataclass(frozen=True)
@@ -257,13 +311,13 @@ class RematLayers:
             _check_of_blocks(self.rest)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of activations that any block keeps."""
+    def every_name(self) -> tuple[str, ...]:
+        """The names of activations that any block keeps, in whatever form."""
         names: set[str] = set()
         for value in (*[value for _, value in self.runs], self.rest):
             kept = None if value is None else kept_by_blocks(value)
             if kept is not None:
-                names.update(kept.names)
+                names.update(kept.every_name)
         return tuple(sorted(names))
 
     @property
@@ -330,14 +384,28 @@ class LayersPolicy:
 def _policy(remat: Remat) -> Callable[..., Any] | None:
     """The policy of a value: always the same function, so that JAX finds what it traced before."""
     policies = jax.checkpoint_policies
-    kept = []
-    if remat.names:
-        kept.append(policies.save_only_these_names(*remat.names))
+    kept: list[Any] = []
+    if remat.every_name:
+        beside = [name + BESIDE for name in remat.every_name]
+        kept.append(policies.save_only_these_names(*remat.names, *beside))
+    if remat.compressed:
+        kept.append(_compressing(frozenset(remat.compressed)))
     if remat.products == "all":
         kept.append(policies.dots_saveable)
     if remat.products == "without_batch":
         kept.append(policies.dots_with_no_batch_dims_saveable)
     return functools.reduce(policies.save_from_both_policies, kept) if kept else None
+
+
+def _compressing(pairs: frozenset[tuple[str, Encoding]]) -> Callable[..., Any]:
+    """A policy that says how activations of some names are encoded: it is asked of each encoding."""
+
+    def policy(primitive: Any, *_: Any, **params: Any) -> bool:
+        if primitive.name != COMPRESSIBLE:
+            return False
+        return (params["name"], params.get("encoding")) in pairs
+
+    return policy
 
 
 @dataclass(frozen=True)
@@ -379,7 +447,7 @@ def kept_by_blocks(value: Any) -> Any:
     """What marked blocks keep; None where they keep everything.
 
     >>> kept_by_blocks("full"), kept_by_blocks("none")
-    (Remat(names=(), products='none', dropped=(), chain=None), None)
+    (Remat(names=(), products='none', dropped=(), chain=None, compressed=()), None)
     """
     if isinstance(value, Remat | RematLayers):
         return value

@@ -7,15 +7,14 @@ may have parts with names, which are recomputed by themselves where a `Remat` dr
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.ad_checkpoint
 
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
-from shardlib.layouts._annotate import current_scope
+from shardlib.layouts._annotate import current_scope, parts_of_last_dim
 from shardlib.layouts._remat_policy import (
     PolicyOfPart,
     Remat,
@@ -24,6 +23,7 @@ from shardlib.layouts._remat_policy import (
     checked_remat,
     kept_by_blocks,
 )
+from shardlib.tracing._compressed_saves import named
 from shardlib.tracing._layer_uses import MARK
 
 Block = TypeVar("Block", bound=Callable)
@@ -123,11 +123,15 @@ def _is_dropped(part: str | None, kept: Remat) -> bool:
     return part in kept.dropped
 
 
-def checkpoint_name(x: Any, name: str) -> Any:
+def checkpoint_name(x: Any, name: str, dims: Sequence[Any] | None = None) -> Any:
     """Name an activation, so that a `Remat` can keep it: its numbers stay what they are.
 
     `x` may be a tree of arrays, which have the name in common. A name has an effect in blocks
     marked with `sl.remat`, under a strategy that keeps it; it is the one of `jax.ad_checkpoint`.
+
+    `dims` are names of its dims, as for `sl.shard`: where the activation is compressed they say over
+    what its last dim is split, within which blocks of numbers have a scale each. Without them it
+    may be split over all axes that are not manual, and blocks are smaller.
 
     >>> block = lambda x: jax.numpy.sin(checkpoint_name(jax.numpy.sin(x), "inner"))
     >>> jax.grad(remat(block, Remat.save("inner")))(0.0).item()
@@ -135,11 +139,11 @@ def checkpoint_name(x: Any, name: str) -> Any:
     """
     check.text("checkpoint_name", "name", name, "the name of an activation, as text")
     leaves, treedef = jax.tree.flatten(x)
-    named = []
+    result = []
     for leaf in leaves:
         array = check_arrays.as_array("checkpoint_name", "x", leaf, "an array, or a tree of arrays")
-        named.append(jax.ad_checkpoint.checkpoint_name(array, name))
-    return treedef.unflatten(named)
+        result.append(named(array, name, parts_of_last_dim(array, dims, name)))
+    return treedef.unflatten(result)
 
 
 def zero3_layer(block: Block) -> Block:

@@ -18,7 +18,7 @@ from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.kernels._attention import CONTEXT
 from shardlib.layouts._annotate import current_scope, warn
-from shardlib.layouts._remat_policy import SCORES, PolicyOfPart, Remat
+from shardlib.layouts._remat_policy import BESIDE, SCORES, PolicyOfPart, Remat
 from shardlib.layouts._rules import EXPERTS, axes_within, spec_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys
@@ -309,9 +309,9 @@ def _check_names(blocks: Sequence[Any], kept: Remat, asked: Any) -> None:
     for block in blocks:
         for equation in every_equation(open_jaxpr(block.params["jaxpr"])):
             if equation.primitive.name == "name":
-                known.add(equation.params["name"])
-    unknown = sorted(set(kept.names) - known)
-    if not unknown or (isinstance(asked, str) and len(unknown) < len(kept.names)):
+                known.add(equation.params["name"].removesuffix(BESIDE))
+    unknown = sorted(set(kept.every_name) - known)
+    if not unknown or (isinstance(asked, str) and len(unknown) < len(kept.every_name)):
         return
     text = f'"{asked}"' if isinstance(asked, str) else repr(asked)
     names = listed(sorted(known)) if known else "no names"
