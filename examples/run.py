@@ -516,7 +516,7 @@ def _is_count(text: str) -> bool:
 
 def _remat(text: str) -> Any:
     """A word, names of activations, a chain or a budget: `full`, `context|mlp_up`, `every:4`,
-    `slots:4`, `budget:14GiB`.
+    `slots:4`, `budget:14GiB`; activations in fewer bits, `query|compress:int8:mlp_up,context`.
 
     A name that no activation has is refused by the step, which knows them.
     """
@@ -525,6 +525,8 @@ def _remat(text: str) -> Any:
     name, colon, number = text.partition(":")
     if name == "budget":
         return sl.Remat.budget(number)
+    if "compress:" in text:
+        return _compressed_remat(text)
     if colon and name.isidentifier():
         chains = {"every": sl.Remat.every, "slots": sl.Remat.slots}
         if name not in chains or not _is_count(number):
@@ -534,6 +536,25 @@ def _remat(text: str) -> Any:
             )
         return chains[name](int(number))
     return sl.Remat.save(*(name.strip() for name in text.split("|")))
+
+
+def _compressed_remat(text: str) -> sl.Remat:
+    """Activations that are kept as they are or in fewer bits, `query|compress:int8:mlp_up`."""
+    remat = sl.Remat()
+    for part in text.split("|"):
+        word, _, rest = part.strip().partition(":")
+        encoding, _, names = rest.partition(":")
+        if word == "compress" and names:
+            listed = [name.strip() for name in names.split(",")]
+            remat |= sl.Remat.compress(encoding, *listed)  # type: ignore[arg-type]
+        elif rest or word in (*REMATS, "compress"):
+            raise ValueError(
+                "Activations in fewer bits are `compress:int8:mlp_up,context`, beside names of "
+                f"others, `query|compress:int8:mlp_up`; got `{text}`."
+            )
+        else:
+            remat |= sl.Remat.save(word)
+    return remat
 
 
 def _exchange(text: str) -> sl.Exchange:

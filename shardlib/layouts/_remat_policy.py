@@ -313,12 +313,20 @@ class RematLayers:
     @property
     def every_name(self) -> tuple[str, ...]:
         """The names of activations that any block keeps, in whatever form."""
-        names: set[str] = set()
-        for value in (*[value for _, value in self.runs], self.rest):
-            kept = None if value is None else kept_by_blocks(value)
-            if kept is not None:
-                names.update(kept.every_name)
-        return tuple(sorted(names))
+        return tuple(sorted({name for kept in self.values for name in kept.every_name}))
+
+    @property
+    def compressed(self) -> tuple[tuple[str, Encoding], ...]:
+        """The names that any block keeps in fewer bits, with their encodings."""
+        return tuple(sorted({pair for kept in self.values for pair in kept.compressed}))
+
+    @property
+    def values(self) -> list[Remat]:
+        """What blocks keep, of those that do not keep everything."""
+        asked = [value for _, value in self.runs]
+        if self.rest is not None:
+            asked.append(self.rest)
+        return [kept for kept in map(kept_by_blocks, asked) if kept is not None]
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -398,7 +406,7 @@ def _policy(remat: Remat) -> Callable[..., Any] | None:
 
 
 def _compressing(pairs: frozenset[tuple[str, Encoding]]) -> Callable[..., Any]:
-    """A policy that says how activations of some names are encoded: it is asked of each encoding."""
+    """A policy that says how activations of some names are encoded; each encoding is asked for."""
 
     def policy(primitive: Any, *_: Any, **params: Any) -> bool:
         if primitive.name != COMPRESSIBLE:

@@ -129,9 +129,9 @@ def checkpoint_name(x: Any, name: str, dims: Sequence[Any] | None = None) -> Any
     `x` may be a tree of arrays, which have the name in common. A name has an effect in blocks
     marked with `sl.remat`, under a strategy that keeps it; it is the one of `jax.ad_checkpoint`.
 
-    `dims` are names of its dims, as for `sl.shard`: where the activation is compressed they say over
-    what its last dim is split, within which blocks of numbers have a scale each. Without them it
-    may be split over all axes that are not manual, and blocks are smaller.
+    `dims` are names of its dims, as for `sl.shard`. They say over what the last dim is split, and
+    so which numbers may share a scale where it is compressed. Without them it may be split over
+    all axes that are not manual, and fewer share one.
 
     >>> block = lambda x: jax.numpy.sin(checkpoint_name(jax.numpy.sin(x), "inner"))
     >>> jax.grad(remat(block, Remat.save("inner")))(0.0).item()

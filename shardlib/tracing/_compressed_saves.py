@@ -66,7 +66,7 @@ def _split(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any
     kept = [] if instantiated[0] or isinstance(x, Literal) else [x]
     if unknown[0]:
         return None, equation, [True], [True], kept
-    encoding = _encoding(saveable, equation)
+    encoding = encoding_of(saveable, equation)
     if encoding is not None:
         forward, backward, codes = _compressed(equation, encoding)
         return forward, backward, [False], [True], codes
@@ -86,7 +86,7 @@ def _is_kept(answer: Any) -> bool:
     return answer is True or type(answer).__name__ == "SaveableType"
 
 
-def _encoding(saveable: Any, equation: Any) -> Encoding | None:
+def encoding_of(saveable: Any, equation: Any) -> Encoding | None:
     """The encoding in which a policy keeps an activation, if any."""
     (x,), params = equation.invars, equation.params
     # Policies that keep everything keep what has no encoding too.
