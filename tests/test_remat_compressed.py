@@ -1,5 +1,6 @@
 """Activations that are kept in fewer bits: the loss stays what it is, and gradients nearly so."""
 
+import collections
 import dataclasses
 import functools
 
@@ -216,5 +217,179 @@ def test_signs_are_refused_where_a_value_is_read():
         (sl.Remat.compress("sign", "mlp_up") | sl.Remat.save("mlp_hidden"), CONFIG),
         (sl.Remat.layers((1, "full"), rest=sl.Remat.compress("sign", "mlp_up")), RELU),
     ):
-        with pytest.raises(ValueError, match="reads more of `mlp_up` than whether it is above zero"):
+        with pytest.raises(
+            ValueError, match="reads more of `mlp_up` than whether it is above zero"
+        ):
             gradients(remat, config, **DATA)
+
+
+def block(x, w):
+    x = jnp.tanh(sl.checkpoint_name(x @ w, "up"))
+    return sl.checkpoint_name(x, "hidden")
+
+
+def kept(policy, block=block):
+    """What a block keeps for its backward pass besides its arguments, by dtype."""
+    args = jnp.ones((4, 256)), jnp.ones((256, 256))
+    residuals = saved_residuals(lambda x, w: sl.remat(block, policy)(x, w).sum(), *args)
+    return sorted(aval.dtype.name for aval, origin in residuals if "argument" not in origin)
+
+
+def test_a_name_is_kept_exactly_compressed_or_not_at_all():
+    compressed = sl.Remat.compress("int8", "up")
+    assert kept("full") == []
+    assert kept(compressed) == ["float32", "int8"]
+    # What some value keeps as it is, is not compressed.
+    both = sl.Remat.save("up") | compressed
+    assert both == compressed | sl.Remat.save("up") == sl.Remat.save("up")
+    assert kept(both) == ["float32"]
+    # The result of a product that is named and compressed is not kept besides.
+    assert kept(sl.Remat(products="all") | compressed) == ["float32", "int8"]
+    assert kept(sl.Remat.compress("int8", "other")) == []
+    names = compressed | sl.Remat.compress("int4", "hidden")
+    assert names == sl.Remat(compressed=(("hidden", "int4"), ("up", "int8"), ("up", "int8")))
+    assert hash(names) == hash(sl.Remat.compress("int4", "hidden") | compressed)
+
+
+def test_a_policy_that_keeps_everything_compresses_nothing():
+    assert kept("none") and "int8" not in kept("none")
+
+
+@pytest.mark.parametrize("policy", [sl.Remat.compress("int8", "up"), sl.Remat.save("up")])
+def test_batched_blocks_keep_what_others_do(policy):
+    args = jnp.ones((3, 4, 256)), jax.random.normal(jax.random.key(0), (256, 256))
+
+    def loss(x, w, batched):
+        f = sl.remat(block, policy)
+        y = jax.vmap(f, (1, None), 1)(x.swapaxes(0, 1), w) if batched else f(x, w)
+        return jnp.sum(y**2)
+
+    alone, together = (jax.grad(loss, 1)(*args, batched) for batched in (False, True))
+    np.testing.assert_allclose(alone, together, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "remat, message",
+    [
+        (sl.Remat.compress("int8", "mlp_ut"), "keeps `mlp_ut`.*They are called `attention_out`"),
+        (sl.Remat.compress("sign", "mlp_up") | sl.Remat.compress("int8", "x"), "keeps `x`"),
+    ],
+)
+def test_names_that_no_activation_has_are_refused(remat, message):
+    with pytest.raises(ValueError, match=message):
+        gradients(remat, **DATA)
+
+
+def test_what_decides_is_not_compressed():
+    config = moe.tiny(layers=2, width=WIDTH, heads=4, context=32)
+    strategy = sl.Strategy(remat=sl.Remat.compress("int8", "router"), **DATA)
+    state = sl.init(lambda: moe.MoE(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
+    with pytest.raises(ValueError, match="compresses `router`, which cannot be"):
+        sl.train_step(moe.loss, strategy)(state, BATCH)
+
+
+def test_integers_are_not_compressed():
+    def counted(x):
+        count = sl.checkpoint_name(jnp.argsort(x), "order")
+        return jnp.sin(x[count])
+
+    f = sl.remat(counted, sl.Remat.compress("int8", "order"))
+    with pytest.raises(ValueError, match=r"`order` is int32\[4\], and only real numbers"):
+        jax.grad(lambda x: f(x).sum())(jnp.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: sl.Remat.compress("int3", "up"), "int8.*int4.*fp8.*bf16.*sign.*int3"),
+        (lambda: sl.Remat.compress("int8"), "without a name compresses nothing"),
+        (lambda: sl.Remat.compress("int8", 3), "compressed.*name of an activation"),
+        (lambda: sl.Remat(compressed="up"), "pairs of a name and an encoding"),
+        (
+            lambda: sl.Remat.compress("int8", "up") | sl.Remat.compress("int4", "up"),
+            "`up` is compressed as 'int8' and as 'int4'",
+        ),
+        (lambda: sl.Remat.compress("int8", "up") | sl.Remat.every(2), "of a chain"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.long
+def test_layers_may_differ_in_what_they_compress():
+    compressed = sl.Remat.compress("int8", *NAMES)
+    remat = sl.Remat.layers((1, "none"), (1, sl.Remat.compress("int4", "mlp_up")), rest=compressed)
+    loss, got = gradients(remat, **DATA)
+    expected_loss, expected = exact()
+    assert loss == expected_loss
+    assert 0 < relative_error(got, expected) < ERRORS["int4"]
+
+
+def collectives(remat):
+    """The collectives of a compiled step over tensor and sequence axes, and what each sends."""
+    config = dataclasses.replace(CONFIG, layers=2)
+    strategy = sl.Strategy(remat=remat, **STRATEGIES["tensor"])
+    make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
+    state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+    plan = sl.plan(sl.train_step(gpt.loss, strategy), state, BATCH)
+    sent = collections.Counter()
+    for one in plan.collectives:
+        sent[one.kind, one.axes] += one.times * one.sent_bytes
+    return sent
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("encoding", ["int4"])
+def test_nothing_is_sent_to_encode_or_decode(encoding):
+    """Activations are split over heads, hidden units and the sequence, and so are their codes."""
+    names = (*NAMES, "mlp_hidden", "attention_out")
+    assert collectives(sl.Remat.compress(encoding, *names)) == collectives(sl.Remat.save(*names))
+
+
+ROWS, LENGTH = 16, 2048
+NUMBERS = ROWS * LENGTH * 1024  # in the hidden units of a layer, on a device
+# Bytes of a number, and of a scale for each block of 128.
+BYTES = {"int8": 1 + 4 / 128, "int4": 1 / 2 + 4 / 128, "fp8": 1 + 4 / 128, "sign": 1 / 8}
+
+
+@functools.cache
+def temporaries(remat, layers):
+    """What a loop over layers takes of a TPU besides its arguments and results."""
+    mesh = mesh_on("v5e:2x2", "data=4")
+
+    def layer(x, weights):
+        names = ("batch", None, None)
+        up = sl.checkpoint_name(jnp.einsum("bsd,df->bsf", x, weights[0]), "up", names)
+        hidden = sl.checkpoint_name(jax.nn.relu(up), "hidden", names)
+        return x + jnp.einsum("bsf,df->bsd", hidden, weights[1])
+
+    def loss(weights, x):
+        block = sl.remat(layer)
+        x, _ = lax.scan(lambda x, _: (block(x, weights), None), x, None, length=layers)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    def shape(spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    with sl.use(sl.AxisRules(batch="data"), mesh, remat=remat):
+        weights = [shape(PartitionSpec(), 128, 1024)] * 2
+        x = shape(PartitionSpec("data"), 4 * ROWS, LENGTH, 128)
+        compiled = compile_for(mesh, jax.jit(jax.grad(loss)).lower(weights, x))
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def per_layer(remat):
+    few, many = 128, 256  # enough that no stack is in the faster memory beside the cores
+    return (temporaries(remat, many) - temporaries(remat, few)) / (many - few)
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.sentinel("int4")
+@pytest.mark.parametrize("encoding", BYTES)
+def test_a_layer_keeps_the_bytes_of_the_codes_and_scales_on_a_tpu(encoding):
+    remat = sl.Remat.compress(encoding, "up") | sl.Remat.save("hidden")
+    inputs = 2 * ROWS * LENGTH * 128
+    hidden = 2 * NUMBERS
+    assert per_layer(remat) == inputs + hidden + BYTES[encoding] * NUMBERS
