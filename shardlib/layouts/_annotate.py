@@ -13,7 +13,7 @@ under a plain thread-local the first trace would be reused and the second rules 
 import contextlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,6 @@ from shardlib.layouts._rules import (
     check_spec,
     keep_axes,
     mesh_text,
-    parts_over,
 )
 from shardlib.machine._torus import TorusDims, torus_dims
 
@@ -474,23 +473,6 @@ def _required_mesh(verb: str) -> AbstractMesh:
             f"`{verb}` has rules and no mesh in scope. Give both: `with sl.use(rules, mesh):`."
         )
     return mesh
-
-
-def parts_of_last_dim(x: Any, names: Sequence[Any] | None, what: str) -> int:
-    """Over how many devices the last dim of an array may be split, besides manual axes.
-
-    `names` are those of its dims, or None where it could be any axes; `what` is the array's own.
-    """
-    scope, mesh = current_scope(), current_mesh()
-    if mesh.empty or not x.ndim:
-        return 1
-    free = _automatic_sizes(mesh)
-    if names is None or scope is None or scope.rules is None:
-        return math.prod(free.values())
-    manual = frozenset(mesh.manual_axes)
-    spec = resolve(scope.rules, mesh.shape, tuple(names), x.shape, what=what, manual=manual).spec
-    last = spec[x.ndim - 1]
-    return parts_over(free, tuple(free) if last is PartitionSpec.UNCONSTRAINED else as_tuple(last))
 
 
 def _automatic_sizes(mesh: AbstractMesh) -> dict[str, int]:

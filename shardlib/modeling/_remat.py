@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
-from shardlib.layouts._annotate import current_scope, parts_of_last_dim
+from shardlib.layouts._annotate import current_mesh, current_scope
 from shardlib.layouts._remat_policy import (
     PolicyOfPart,
     Remat,
@@ -23,6 +24,8 @@ from shardlib.layouts._remat_policy import (
     checked_remat,
     kept_by_blocks,
 )
+from shardlib.layouts._resolve import resolve
+from shardlib.layouts._rules import as_tuple, axes_without, parts_over
 from shardlib.tracing._compressed_saves import named
 from shardlib.tracing._layer_uses import MARK
 
@@ -142,8 +145,28 @@ def checkpoint_name(x: Any, name: str, dims: Sequence[Any] | None = None) -> Any
     result = []
     for leaf in leaves:
         array = check_arrays.as_array("checkpoint_name", "x", leaf, "an array, or a tree of arrays")
-        result.append(named(array, name, parts_of_last_dim(array, dims, name)))
+        result.append(named(array, name, _parts_of_last_dim(array, dims, name)))
     return treedef.unflatten(result)
+
+
+def _parts_of_last_dim(x: jax.Array, names: Sequence[Any] | None, what: str) -> int:
+    """Over how many devices the last dim of an array may be split, besides manual axes.
+
+    `names` are those of its dims, or None where it could be any axes; `what` is the array's own.
+    """
+    scope, mesh = current_scope(), current_mesh()
+    if mesh.empty or not x.ndim:
+        return 1
+    sizes, manual = mesh.shape, frozenset(mesh.manual_axes)
+    axes = axes_without(sizes, manual)
+    if names is not None and scope is not None and scope.rules is not None:
+        manual = frozenset(mesh.manual_axes)
+        spec = resolve(
+            scope.rules, mesh.shape, tuple(names), x.shape, what=what, manual=manual
+        ).spec
+        if spec[x.ndim - 1] is not PartitionSpec.UNCONSTRAINED:
+            axes = as_tuple(spec[x.ndim - 1])
+    return parts_over(sizes, axes)
 
 
 def zero3_layer(block: Block) -> Block:

@@ -53,7 +53,7 @@ def _derivative(primals: Any, tangents: Any, **params: Any) -> Any:
 def _batched(arrays: Any, dims: Any, *, name: str, parts: int) -> Any:
     (x,), (dim,) = arrays, dims
     # Blocks are along the last dim.
-    return compressible.bind(batching.moveaxis(x, dim, 0), name=name, parts=parts), 0
+    return compressible.bind(jax.numpy.moveaxis(x, dim, 0), name=name, parts=parts), 0
 
 
 def _split(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any:

@@ -135,7 +135,7 @@ def _keeps_sign(equation: Any, var: Any) -> bool:
         dtype = equation.outvars[0].aval.dtype
         return dtype in (jnp.bfloat16, jnp.float32, jnp.float64)
     others = [atom for atom in equation.invars if atom is not var]
-    if not others or not all(isinstance(atom, Literal) and not atom.aval.shape for atom in others):
+    if not others or not all(map(_is_number, others)):
         return False
     if primitive == "max":
         return bool(others[0].val < 0)
@@ -144,6 +144,11 @@ def _keeps_sign(equation: Any, var: Any) -> bool:
     if primitive == "clamp":
         return bool(others[0].val < 0 < others[-1].val)
     return False
+
+
+def _is_number(atom: Any) -> bool:
+    """Whether a value is one number that the trace tells."""
+    return isinstance(atom, Literal) and not jnp.shape(atom.val)
 
 
 def _compares_with_zero(equation: Any, var: Any, makers: dict[Any, Any]) -> bool:
@@ -159,7 +164,7 @@ def _compares_with_zero(equation: Any, var: Any, makers: dict[Any, Any]) -> bool
 def _is_zero(atom: Any, makers: dict[Any, Any]) -> bool:
     """Whether a value is zero everywhere, as far as the trace tells."""
     if isinstance(atom, Literal):
-        return not atom.aval.shape and bool(atom.val == 0)
+        return _is_number(atom) and bool(atom.val == 0)
     maker = makers.get(atom)
     if maker is None or maker.primitive.name not in (*_KEEPS_SIGN, "convert_element_type"):
         return False
