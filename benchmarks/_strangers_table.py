@@ -159,6 +159,8 @@ CALLS: tuple[Call, ...] = (
     _call("sl.Remat.drop", "'scores'"),
     _call("sl.Remat.save", "'context'"),
     _call("sl.Remat.offload", "'block_in'"),
+    _call("sl.Remat", compressed="(('mlp_up', 'int8'),)"),
+    _call("sl.Remat.compress", "'int8'", "'mlp_up'"),
     _call("sl.Remat.every", "4"),
     _call("sl.Remat.layers", "(8, 'none')", rest="'full'", also={"rest": _OPTIONAL}),
     _call("sl.Remat.budget", "'14GiB'"),

@@ -516,8 +516,8 @@ def _is_count(text: str) -> bool:
 
 def _remat(text: str) -> Any:
     """A word, names of activations, a chain or a budget: `full`, `context|mlp_up`, `every:4`,
-    `slots:4`, `budget:14GiB`, or names of which some are kept by the host,
-    `context|offload:block_in`.
+    `slots:4`, `budget:14GiB`; names of which some are kept by the host,
+    `context|offload:block_in`, or in fewer bits, `query|compress:int8:mlp_up,context`.
 
     A name that no activation has is refused by the step, which knows them.
     """
@@ -526,7 +526,7 @@ def _remat(text: str) -> Any:
     name, colon, number = text.partition(":")
     if name == "budget":
         return sl.Remat.budget(number)
-    if "offload:" in text:
+    if "offload:" in text or "compress:" in text:
         return _remat_of_names(text)
     if colon and name.isidentifier():
         chains = {"every": sl.Remat.every, "slots": sl.Remat.slots}
@@ -540,18 +540,25 @@ def _remat(text: str) -> Any:
 
 
 def _remat_of_names(text: str) -> sl.Remat:
-    """Names of activations, those behind `offload:` kept by the host: `context|offload:mlp_up`."""
-    kept = sl.Remat()
+    """Names of activations, some by the host or in fewer bits: `query|offload:block_in`."""
+    remat = sl.Remat()
     for part in text.split("|"):
-        where, _, name = part.strip().rpartition(":")
-        if where not in ("", "offload") or not name.isidentifier():
+        word, _, rest = part.strip().partition(":")
+        encoding, _, names = rest.rpartition(":")
+        listed = [name.strip() for name in names.split(",")]
+        if word == "compress" and encoding:
+            remat |= sl.Remat.compress(encoding, *listed)  # type: ignore[arg-type]
+        elif word == "offload" and names and not encoding:
+            remat |= sl.Remat.offload(*listed)
+        elif rest or word in (*REMATS, "compress", "offload"):
             raise ValueError(
-                "Names of activations are `context|mlp_up`, and of those that the host keeps "
-                f"`offload:block_in`; got `{text}`."
+                "Names of activations are `context|mlp_up`; of those that the host keeps, "
+                "`offload:block_in`; and of those in fewer bits, `compress:int8:mlp_up,context`; "
+                f"got `{text}`."
             )
-        made = sl.Remat.offload(name) if where else sl.Remat.save(name)
-        kept = kept | made
-    return kept
+        else:
+            remat |= sl.Remat.save(word)
+    return remat
 
 
 def _exchange(text: str) -> sl.Exchange:

@@ -220,9 +220,10 @@ class Attention(nnx.Module):
         memory_BT = segments_BS if memory_BTD is None else memory_segments_BT
         if segments_BS is not None and memory_BT is not None:
             segments = (segments_BS, memory_BT) if memory_BTD is not None else segments_BS
-        q_BSHK, k_BTGK = named(q_BSHK, "query"), named(k_BTGK, "key")
-        y_BSHK = self._attend(q_BSHK, k_BTGK, named(v_BTGK, "value"), segments)
-        return named(self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL), "attention_out")
+        q_BSHK, k_BTGK = named(q_BSHK, "query", HEADS), named(k_BTGK, "key", KV_HEADS)
+        v_BTGK = named(v_BTGK, "value", KV_HEADS)
+        y_BSHK = lay_out(self._attend(q_BSHK, k_BTGK, v_BTGK, segments), HEADS)
+        return named(self.output(y_BSHK, WHOLE, RESIDUAL), "attention_out", RESIDUAL)
 
     def _attend(
         self, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments: Any
@@ -244,7 +245,7 @@ class Attention(nnx.Module):
             )
         attend = sl.remat(functools.partial(attend_whole, self.causal), part="scores")
         # `sl.kernels.attention` names its result itself, and keeps no scores.
-        return named(attend(q_BSHK, k_BTGK, v_BTGK, segments), "context")
+        return named(attend(q_BSHK, k_BTGK, v_BTGK, segments), "context", HEADS)
 
 
 def attend_whole(
@@ -273,16 +274,16 @@ class MLP(nnx.Module):
         if self.gate is not None:
             both = (self.gate, HIDDEN), (self.up, HIDDEN)
             gate_BSF, up_BSF = project(x_BSD, RESIDUAL, *both)
-            gate_BSF, up_BSF = named(gate_BSF, "mlp_gate"), named(up_BSF, "mlp_up")
+            gate_BSF, up_BSF = named(gate_BSF, "mlp_gate", HIDDEN), named(up_BSF, "mlp_up", HIDDEN)
             h_BSF = activate(gate_BSF, self.kind, up=up_BSF)
         else:
             x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
             # The bias is added by the activation, so that the sum is never in memory.
             bias_F = None if self.up.bias is None else self.up.bias[...]
-            up_BSF = named(self.up.product(x_BSD, HIDDEN), "mlp_up")
+            up_BSF = named(self.up.product(x_BSD, HIDDEN), "mlp_up", HIDDEN)
             h_BSF = activate(up_BSF, self.kind, bias=bias_F)
-        h_BSF = named(h_BSF, "mlp_hidden")
-        return named(self.down(h_BSF, WHOLE, RESIDUAL), "mlp_out")
+        h_BSF = named(h_BSF, "mlp_hidden", HIDDEN)
+        return named(self.down(h_BSF, WHOLE, RESIDUAL), "mlp_out", RESIDUAL)
 
 
 def activate(

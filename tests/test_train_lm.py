@@ -382,6 +382,11 @@ def test_command_line_overrides_fields_by_dotted_names():
         ("dots", "dots"),
         ("selective", "selective"),
         ("context | mlp_up", sl.Remat.save("context", "mlp_up")),
+        ("compress:int8:mlp_up, context", sl.Remat.compress("int8", "context", "mlp_up")),
+        (
+            "query|compress:int4:mlp_up",
+            sl.Remat.save("query") | sl.Remat.compress("int4", "mlp_up"),
+        ),
         ("sublinear", "sublinear"),
         ("every:4", sl.Remat.every(4)),
         ("budget:14GiB", sl.Remat.budget("14GiB")),

@@ -7,6 +7,7 @@
     Remat(products="without_batch")  but for products with batch dims, such as scores    "dots_..."
     Remat.drop("scores")             everything but what is within these parts     "selective"
     Remat.save("query", "mlp_up"...) the results of all projections, and the context    "minimal"
+    Remat.compress("int8", "mlp_up") these activations too, in fewer bits
     a | b                            what either keeps
     Remat.layers((8, "none"), rest="full")   the first eight blocks another than the others
     Remat.sublinear()                the inputs of few blocks of a loop, and of others in turn
@@ -19,7 +20,7 @@ It is part of the scope that a function is traced under, so that it can be compa
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -30,6 +31,12 @@ from shardlib.layouts._chain_schedules import Binomial, Chain, Every
 from shardlib.layouts._host import HOST
 
 Products: TypeAlias = Literal["none", "without_batch", "all"]
+Encoding: TypeAlias = Literal["int8", "int4", "fp8", "bf16", "sign"]
+ENCODINGS = get_args(Encoding)
+# What is named so belongs to the activation whose name comes before, and is never compressed.
+BESIDE = ":beside"
+# The operation that an activation of a name goes through, whose policy says how it is encoded.
+COMPRESSIBLE = "compressible"
 # Words for values. "none" keeps everything, and "stage" is a pipeline's own affair.
 WORDS = (
     *("none", "full", "stage", "dots", "dots_without_batch"),
@@ -60,6 +67,8 @@ class Remat:
     - `dropped`: parts, by the names that the model gave them with `sl.remat(..., part=...)`. With
       any, blocks keep everything but what is computed within these parts, which keep their inputs,
       and of the rest what `names` and `products` say.
+    - `compressed`: activations that are kept in fewer bits, by name with their encoding. What is
+      among `names` too is kept as it is. Products say nothing of these.
     - `chain`: of blocks in a loop, which of their inputs are kept, and in which order the others
       are made again. `Remat.every`, `Remat.sublinear` and `Remat.slots` make it; None keeps the
       inputs of all blocks. Nothing else of a block is kept with one.
@@ -67,7 +76,7 @@ class Remat:
       the forward pass, and back where the backward pass reads them.
 
     >>> Remat.save("context") | Remat(products="without_batch")
-    Remat(names=('context',), products='without_batch', dropped=(), chain=None, offloaded=())
+    Remat(names=('context',), products='without_batch')
     """
 
     names: tuple[str, ...] = ()
@@ -75,6 +84,7 @@ class Remat:
     dropped: tuple[str, ...] = ()
     chain: Chain | None = None
     offloaded: tuple[str, ...] = ()
+    compressed: tuple[tuple[str, Encoding], ...] = ()
 
     def __post_init__(self) -> None:
         takes = "names of activations, in a tuple"
@@ -84,16 +94,28 @@ class Remat:
         dropped = check.texts("Remat", "dropped", self.dropped, "names of parts, in a tuple")
         takes = "a chain: `sl.Remat.every(4)`, `sl.Remat.sublinear()` or `sl.Remat.slots(4)`"
         check.kind("Remat", "chain", self.chain, Chain | None, takes)
-        if self.chain is not None and (names or dropped or offloaded or self.products != "none"):
+        compressed = _encodings_by_name(self.compressed, names)
+        is_more = names or dropped or offloaded or compressed or self.products != "none"
+        if self.chain is not None and is_more:
             raise self._apart()
-        _check_one_place(names, offloaded)
+        _check_one_place((*names, *dict(compressed)), offloaded)
         # In order, so that equal values are equal whatever the order they were written in.
         check.assign(
             self,
             names=tuple(sorted(set(names))),
             dropped=tuple(sorted(set(dropped))),
             offloaded=tuple(sorted(set(offloaded))),
+            compressed=compressed,
         )
+
+    def __repr__(self) -> str:
+        """What it keeps, without what it leaves at the default."""
+        said = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                said.append(f"{field.name}={value!r}")
+        return f"Remat({', '.join(said)})"
 
     @classmethod
     def save(cls, *names: str) -> "Remat":
@@ -116,11 +138,29 @@ class Remat:
         return cls(offloaded=names)
 
     @classmethod
+    def compress(cls, encoding: Encoding, *names: str) -> "Remat":
+        """Keep the activations of these names in fewer bits; only the backward pass reads those.
+
+        The encoding is `"int8"`, `"int4"` or `"fp8"`, with a scale for each block of 128 numbers at
+        most; `"bf16"`; or `"sign"`, a bit for whether a number is above zero, which is all that the
+        derivative of a ReLU reads of its argument.
+
+        >>> Remat.compress("int8", "mlp_up").compressed
+        (('mlp_up', 'int8'),)
+        """
+        if not names:
+            raise ValueError(
+                f"`Remat.compress({check.shown(encoding)})` without a name compresses nothing: "
+                'name an activation, `Remat.compress("int8", "mlp_up")`.'
+            )
+        return cls(compressed=tuple((name, encoding) for name in names))
+
+    @classmethod
     def drop(cls, *parts: str) -> "Remat":
         """Keep everything but what is computed within the parts of these names.
 
-        >>> Remat.drop("scores", "mlp") | Remat.drop("scores")
-        Remat(names=(), products='none', dropped=('scores',), chain=None, offloaded=())
+            >>> Remat.drop("scores", "mlp") | Remat.drop("scores")
+            Remat(dropped=('scores',))
         """
         if not parts:
             raise ValueError(
@@ -167,7 +207,7 @@ class Remat:
         """The error for what is kept beside a chain."""
         return ValueError(
             "`Remat`: of a chain, as by `sl.Remat.slots(4)`, only inputs of blocks are kept, and "
-            "no other chain's: `names`, `products`, `dropped` and `offloaded` are of every block. "
+            "no other chain's: `names`, `products` and all the rest are of every block. "
             "Take one of the two."
         )
 
@@ -186,6 +226,7 @@ class Remat:
             order[place],
             self._dropped_by_both(other),
             offloaded=(*self.offloaded, *other.offloaded),
+            compressed=(*self.compressed, *other.compressed),
         )
 
     def _dropped_by_both(self, other: "Remat") -> tuple[str, ...]:
@@ -229,6 +270,11 @@ class Remat:
         return RematBudget(_bytes_of(memory))
 
     @property
+    def every_name(self) -> tuple[str, ...]:
+        """The names of activations that are kept, in whatever form and place."""
+        return tuple(sorted({*self.names, *self.offloaded, *dict(self.compressed)}))
+
+    @property
     def policy(self) -> Callable[..., Any] | None:
         """The same as a policy of `jax.checkpoint`; None where nothing but inputs is kept.
 
@@ -242,10 +288,27 @@ def _check_one_place(names: tuple[str, ...], offloaded: tuple[str, ...]) -> None
     both = sorted(set(names) & set(offloaded))
     if both:
         raise ValueError(
-            f"`Remat`: `{both[0]}` is to be kept on the device, in `names` or by `Remat.save`, and "
-            "in the memory of the host, in `offloaded` or by `Remat.offload`. Name it in one of "
-            "the two."
+            f"`Remat`: `{both[0]}` is to be kept on the device, by `Remat.save` or "
+            "`Remat.compress`, and in the memory of the host, by `Remat.offload`. Name it in one "
+            "of the two."
         )
+
+
+def _encodings_by_name(pairs: Any, kept: tuple[str, ...]) -> tuple[tuple[str, Encoding], ...]:
+    """Names with their encodings, in order, but for those that are `kept` as they are."""
+    takes = 'pairs of a name and an encoding, `(("mlp_up", "int8"),)`'
+    encodings: dict[str, Encoding] = {}
+    for pair in check.kind("Remat", "compressed", pairs, tuple, takes):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise check.refusal("Remat", "compressed", pairs, takes)
+        name = check.text("Remat", "compressed", pair[0], "the name of an activation, as text")
+        check.choice("Remat.compress", "encoding", pair[1], ENCODINGS)
+        if encodings.setdefault(name, pair[1]) != pair[1]:
+            raise ValueError(
+                f"`Remat`: `{name}` is compressed as {encodings[name]!r} and as {pair[1]!r}. "
+                "Choose one of them."
+            )
+    return tuple(sorted((name, how) for name, how in encodings.items() if name not in kept))
 
 
 @dataclass(frozen=True)
@@ -302,22 +365,27 @@ class RematLayers:
             _check_of_blocks(self.rest)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of activations that any block keeps on the device."""
-        return self._united("names")
+    def every_name(self) -> tuple[str, ...]:
+        """The names of activations that any block keeps, in whatever form and place."""
+        return tuple(sorted({name for kept in self.values for name in kept.every_name}))
 
     @property
     def offloaded(self) -> tuple[str, ...]:
         """The names of activations that any block keeps in the memory of the host."""
-        return self._united("offloaded")
+        return tuple(sorted({name for kept in self.values for name in kept.offloaded}))
 
-    def _united(self, which: str) -> tuple[str, ...]:
-        names: set[str] = set()
-        for value in (*[value for _, value in self.runs], self.rest):
-            kept = None if value is None else kept_by_blocks(value)
-            if kept is not None:
-                names.update(getattr(kept, which))
-        return tuple(sorted(names))
+    @property
+    def compressed(self) -> tuple[tuple[str, Encoding], ...]:
+        """The names that any block keeps in fewer bits, with their encodings."""
+        return tuple(sorted({pair for kept in self.values for pair in kept.compressed}))
+
+    @property
+    def values(self) -> list[Remat]:
+        """What blocks keep, of those that do not keep everything."""
+        asked = [value for _, value in self.runs]
+        if self.rest is not None:
+            asked.append(self.rest)
+        return [kept for kept in map(kept_by_blocks, asked) if kept is not None]
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -384,8 +452,11 @@ def _policy(remat: Remat) -> Callable[..., Any] | None:
     """The policy of a value: always the same function, so that JAX finds what it traced before."""
     policies = jax.checkpoint_policies
     kept: list[Callable[..., Any]] = []
-    if remat.names:
-        kept.append(policies.save_only_these_names(*remat.names))
+    if remat.every_name:
+        beside = [name + BESIDE for name in remat.every_name]
+        kept.append(policies.save_only_these_names(*remat.names, *beside))
+    if remat.compressed:
+        kept.append(_compressing(frozenset(remat.compressed)))
     if remat.products == "all":
         kept.append(policies.dots_saveable)
     if remat.products == "without_batch":
@@ -413,6 +484,17 @@ class _Offloading:
         if self.others is None:
             return False
         return self.others(primitive, *arrays, **params)
+
+
+def _compressing(pairs: frozenset[tuple[str, Encoding]]) -> Callable[..., Any]:
+    """A policy that says how activations of some names are encoded; each encoding is asked for."""
+
+    def policy(primitive: Any, *_: Any, **params: Any) -> bool:
+        if primitive.name != COMPRESSIBLE:
+            return False
+        return (params["name"], params.get("encoding")) in pairs
+
+    return policy
 
 
 @dataclass(frozen=True)
@@ -459,7 +541,7 @@ def kept_by_blocks(value: Any) -> Any:
     """What marked blocks keep; None where they keep everything.
 
     >>> kept_by_blocks("full"), kept_by_blocks("none")
-    (Remat(names=(), products='none', dropped=(), chain=None, offloaded=()), None)
+    (Remat(), None)
     """
     if isinstance(value, Remat | RematLayers):
         return value

@@ -7,15 +7,15 @@ may have parts with names, which are recomputed by themselves where a `Remat` dr
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.ad_checkpoint
+from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
-from shardlib.layouts._annotate import current_scope
+from shardlib.layouts._annotate import current_mesh, current_scope
 from shardlib.layouts._remat_policy import (
     PolicyOfPart,
     Remat,
@@ -24,6 +24,9 @@ from shardlib.layouts._remat_policy import (
     checked_remat,
     kept_by_blocks,
 )
+from shardlib.layouts._resolve import resolve
+from shardlib.layouts._rules import as_tuple, axes_without, parts_over
+from shardlib.tracing._compressed_saves import named
 from shardlib.tracing._layer_uses import MARK
 
 Block = TypeVar("Block", bound=Callable)
@@ -123,11 +126,15 @@ def _is_dropped(part: str | None, kept: Remat) -> bool:
     return part in kept.dropped
 
 
-def checkpoint_name(x: Any, name: str) -> Any:
+def checkpoint_name(x: Any, name: str, dims: Sequence[Any] | None = None) -> Any:
     """Name an activation, so that a `Remat` can keep it: its numbers stay what they are.
 
     `x` may be a tree of arrays, which have the name in common. A name has an effect in blocks
     marked with `sl.remat`, under a strategy that keeps it; it is the one of `jax.ad_checkpoint`.
+
+    `dims` are names of its dims, as for `sl.shard`. They say over what the last dim is split, and
+    so which numbers may share a scale where it is compressed. Without them it may be split over
+    all axes that are not manual, and fewer share one.
 
     >>> block = lambda x: jax.numpy.sin(checkpoint_name(jax.numpy.sin(x), "inner"))
     >>> jax.grad(remat(block, Remat.save("inner")))(0.0).item()
@@ -135,11 +142,31 @@ def checkpoint_name(x: Any, name: str) -> Any:
     """
     check.text("checkpoint_name", "name", name, "the name of an activation, as text")
     leaves, treedef = jax.tree.flatten(x)
-    named = []
+    result = []
     for leaf in leaves:
         array = check_arrays.as_array("checkpoint_name", "x", leaf, "an array, or a tree of arrays")
-        named.append(jax.ad_checkpoint.checkpoint_name(array, name))
-    return treedef.unflatten(named)
+        result.append(named(array, name, _parts_of_last_dim(array, dims, name)))
+    return treedef.unflatten(result)
+
+
+def _parts_of_last_dim(x: jax.Array, names: Sequence[Any] | None, what: str) -> int:
+    """Over how many devices the last dim of an array may be split, besides manual axes.
+
+    `names` are those of its dims, or None where it could be any axes; `what` is the array's own.
+    """
+    scope, mesh = current_scope(), current_mesh()
+    if mesh.empty or not x.ndim:
+        return 1
+    sizes, manual = mesh.shape, frozenset(mesh.manual_axes)
+    axes = axes_without(sizes, manual)
+    if names is not None and scope is not None and scope.rules is not None:
+        manual = frozenset(mesh.manual_axes)
+        spec = resolve(
+            scope.rules, mesh.shape, tuple(names), x.shape, what=what, manual=manual
+        ).spec
+        if spec[x.ndim - 1] is not PartitionSpec.UNCONSTRAINED:
+            axes = as_tuple(spec[x.ndim - 1])
+    return parts_over(sizes, axes)
 
 
 def zero3_layer(block: Block) -> Block:

@@ -18,7 +18,7 @@ from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.kernels._attention import CONTEXT
 from shardlib.layouts._annotate import current_scope, warn
-from shardlib.layouts._remat_policy import SCORES, PolicyOfPart, Remat
+from shardlib.layouts._remat_policy import BESIDE, COMPRESSIBLE, SCORES, PolicyOfPart, Remat
 from shardlib.layouts._rules import EXPERTS, axes_within, spec_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys
@@ -31,6 +31,7 @@ from shardlib.step._strategy import Strategy
 from shardlib.step._varying import describe_varying, sends_between, varying_outputs
 from shardlib.tracing._chain_loops import holder_of_loops, loops_over_blocks
 from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, line_of, open_jaxpr
+from shardlib.tracing._sign_checks import readers_of_values
 
 
 def check_loss(
@@ -95,6 +96,7 @@ def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:
     kept = strategy.kept_by_blocks
     if kept is not None and _must_be_marked(strategy):
         _check_marked(traced.jaxpr, kept, strategy.remat)
+    _check_signs(traced.jaxpr)
     _check_parts(traced, strategy)
     # Without data axes all devices compute the same, and so does their state.
     if strategy.data_axes and traced.state:
@@ -309,23 +311,53 @@ def _check_names(blocks: Sequence[Any], kept: Remat, asked: Any) -> None:
     for block in blocks:
         for equation in every_equation(open_jaxpr(block.params["jaxpr"])):
             if equation.primitive.name == "name":
-                known.add(equation.params["name"])
+                known.add(equation.params["name"].removesuffix(BESIDE))
     text = f'"{asked}"' if isinstance(asked, str) else repr(asked)
     does = f"`Strategy(remat={text})` keeps"
-    unknown = sorted(set(kept.names) - known)
-    if isinstance(asked, str) and len(unknown) < len(kept.names):
+    on_device = set(kept.every_name) - set(kept.offloaded)
+    unknown = sorted(on_device - known)
+    if isinstance(asked, str) and len(unknown) < len(on_device):
         unknown = []
     if not unknown:
         does = "The strategy offloads"
         unknown = sorted(set(kept.offloaded) - known)
     if not unknown:
-        return
+        return _check_compressed(blocks, kept, text)
     names = listed(sorted(known)) if known else "no names"
     raise ValueError(
         f"{does} {listed(unknown)}, which no activation of a marked "
         f"block is called. They are called {names}: choose of these, or name an activation, "
         f"`x = sl.checkpoint_name(x, {unknown[0]!r})`."
     )
+
+
+def _check_compressed(blocks: Sequence[Any], kept: Remat, text: str) -> None:
+    """Refuse to compress what has only a name of JAX's own: it would be computed again."""
+    known: set[str] = set()
+    for block in blocks:
+        for equation in every_equation(open_jaxpr(block.params["jaxpr"])):
+            if equation.primitive.name == COMPRESSIBLE:
+                known.add(equation.params["name"])
+    for name, _ in kept.compressed:
+        if name not in known:
+            raise ValueError(
+                f"`Strategy(remat={text})` compresses `{name}`, which cannot be: decisions depend "
+                "on its exact numbers, or it was named by JAX's own `checkpoint_name`. Keep it as "
+                f"it is, `sl.Remat.save({name!r})`, or name it by `sl.checkpoint_name`."
+            )
+
+
+def _check_signs(jaxpr: Any) -> None:
+    """Refuse to keep the sign alone of what a backward pass reads the value of."""
+    for name, equation in readers_of_values(jaxpr.jaxpr):
+        operation = equation.primitive.name
+        raise ValueError(
+            f'`Remat.compress("sign", {name!r})`: the backward pass reads more of `{name}` than '
+            f"whether it is above zero: `{operation}`{_at(line_of(equation))} reads its value. "
+            "Keep what is made of it too, such as the result of the ReLU, "
+            f'`sl.Remat.compress("sign", {name!r}) | sl.Remat.save("mlp_hidden")`; or its value, '
+            f'`sl.Remat.compress("int8", {name!r})`.'
+        )
 
 
 def _missing_parts(jaxpr: Any, kept: Remat, blocks: Sequence[Any]) -> list[str]:

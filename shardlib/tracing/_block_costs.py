@@ -21,6 +21,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from shardlib.layouts._remat_policy import BESIDE
 from shardlib.tracing._flops import flops_of
 from shardlib.tracing._jaxpr import (
     JITS,
@@ -97,7 +98,7 @@ class _Costs:
         for equation in again:
             if equation.primitive.name == "name":
                 (out,) = equation.outvars
-                named[out] = equation.params["name"]
+                named[out] = equation.params["name"].removesuffix(BESIDE)
                 sizes[named[out]] += out.aval.size * out.aval.dtype.itemsize
         return cls(jaxpr, again, flops, named, dict(sizes))
 
