@@ -34,7 +34,7 @@ LAYERS = [
     ),
     (
         "tracing",
-        "_jaxpr _rows _flops _row_gradients _lookup_forms _lookups _linearize _block_costs "
+        "_jaxpr _row_rules _rows _flops _row_gradients _lookup_forms _lookups _linearize _block_costs "
         "_layer_policies _layer_runs _chain_scan _chain_loops _region",
     ),
     ("tracing", "_layer_uses _weight_values _bound_weights _stored_weights"),

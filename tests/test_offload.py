@@ -11,7 +11,8 @@ import pytest
 import shardlib as sl
 from shardlib._tree import named_leaves
 from shardlib.step import _streamed_update
-from shardlib.tracing._rows import MixesRowsError, Part, Rows, evaluate_rows
+from shardlib.tracing._row_rules import MixesRowsError, Part, Rows
+from shardlib.tracing._rows import evaluate_rows
 
 RULES = sl.AxisRules(batch="data", embed=None, mlp="model", layers=None, vocab=None)
 X = np.random.default_rng(0).normal(size=(32, 16)).astype("f")
@@ -114,10 +115,7 @@ LARGE = {"emb", "up", "down"}
 
 @pytest.mark.parametrize(
     "optimizer",
-    [
-        pytest.param(name, marks=pytest.mark.long)
-        for name in OPTIMIZERS
-    ],
+    [pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS],
 )
 def test_any_optimizer_moves_state_on_the_host_as_on_the_device(optimizer):
     state = check_same(optimizer, "data=1,model=1", 0)

@@ -44,7 +44,10 @@ class Codec(Protocol):
         ...
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
-        """An approximation of the rows that were encoded, in float32."""
+        """An approximation of the rows that were encoded, in float32.
+
+        `elements` is how many there were in a row: codes are padded to whole bytes and blocks.
+        """
         ...
 
     def size(self, elements: int) -> int:
@@ -147,7 +150,11 @@ class Signs:
         return jnp.where(positive, scale, -scale).reshape(positive.shape[0], -1)[:, :elements]
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
-        """The scales of the blocks, with the signs of the numbers."""
+        """The scales of the blocks, with the signs of the numbers.
+
+        All numbers of a block come out equal but for their signs. What that loses is the error
+        that a compressed exchange carries over.
+        """
         _check_code("Signs.decode", code, self.size(elements))
         tiling = self._tiling(elements)
         end = tiling.tiles * tiling.lanes
@@ -226,7 +233,11 @@ class Integers:
         return numbers.reshape(integers.shape[0], -1)[:, :elements]
 
     def decode(self, code: jax.Array, elements: int) -> jax.Array:
-        """Each integer times its scale."""
+        """Each integer times the scale of its block.
+
+        A block of zeros has the scale zero. One with a number that is not finite has a scale that
+        says so, which spoils this block and no other one.
+        """
         _check_code("Integers.decode", code, self.size(elements))
         end = self._bytes_of_integers(elements)
         integers = lax.bitcast_convert_type(code[:, :end], jnp.int8)

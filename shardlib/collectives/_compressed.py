@@ -89,6 +89,7 @@ class _Message:
         """
         _check_real(self.array, "pmean")
         rows = self.pieces.all_rows(_not_differentiated(self.array.astype(jnp.float32)))[part]
+        # Without errors, what compression takes away is gone.
         if self.errors is None:
             return rows
         return rows + self.errors.worker
@@ -112,6 +113,7 @@ class _Message:
 
         One row of those numbers that it is the server of; `mask` is that of all rows.
         """
+        # A server owes of the mean what its own code left out of it, the last time.
         owed: Any = 0
         if self.errors is not None:
             owed = self.errors.server
@@ -171,6 +173,7 @@ def pmean(
         return x, errors
     messages = _messages(leaves, treedef, errors, alive, over, shared)
     worker = lax.axis_index(over)
+    # Devices that have the same array send a part of it each.
     part: Any = 0
     if shared:
         part = lax.axis_index(shared)
@@ -183,12 +186,14 @@ def pmean(
         means = _mean_of_one_worker(messages, rows, shared)
         return treedef.unflatten(means), jax.tree.map(jnp.zeros_like, errors)
 
+    # Both ways are encoded, and each has errors of its own.
     by_worker = _all_sent(codec, rows, masks)
     by_server = _sent_by_server(codec, messages, by_worker, over, worker)
     means = []
     for message, code in zip(messages, _from_servers(by_server, over, shared), strict=True):
         mean = message.whole(codec.decode(code, message.pieces.elements))
         means.append(message.as_given(mean))
+    # Who gives no errors gets none: nothing is owed where nothing is kept.
     if errors is None:
         return treedef.unflatten(means), None
     left = []
@@ -311,6 +316,7 @@ def _to_servers(sent: Sequence[_Sent], over: tuple[str, ...]) -> list[jax.Array]
 
     Codes of all arrays are sent next to each other in one all-to-all.
     """
+    # One collective for all arrays: each of them alone would take a latency of its own.
     codes = [each.encoded.code for each in sent]
     received = lax.all_to_all(jnp.concatenate(codes, 1), over, 0, 0, tiled=True)
     return _split_columns(received, codes)
@@ -329,6 +335,7 @@ def _from_servers(
 
 def _split_columns(together: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     """Arrays that are next to each other in another one, each as wide as one of `like`."""
+    # Codes of different arrays are of different widths.
     ends = [0, *itertools.accumulate(x.shape[1] for x in like)]
     return [together[:, first:last] for first, last in itertools.pairwise(ends)]
 

@@ -86,12 +86,8 @@ class Compressed(Exchange):
 
         Those that have the same axes go together, in two collectives.
         """
-        # By the axes of their workers, and by those along which they are the same.
-        groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = defaultdict(list)
-        for i, (parameter, shared) in enumerate(zip(parameters, inputs.shared, strict=True)):
-            groups[self.over(parameter), shared].append(i)
         means, errors = list(gradients), list(inputs.errors)
-        for (over, shared), members in groups.items():
+        for (over, shared), members in self._groups(parameters, inputs.shared).items():
             owed = [inputs.errors[i] for i in members] if self.feedback else None
             group_means, left = pmean(
                 [gradients[i] for i in members],
@@ -101,11 +97,25 @@ class Compressed(Exchange):
                 alive=[inputs.alive[i] for i in members],
                 shared=shared,
             )
+            # Each goes back to where it came from among all gradients.
             for k, i in enumerate(members):
                 means[i] = group_means[k]
                 if self.feedback:
                     errors[i] = left[k]
         return means, errors
+
+    def _groups(
+        self, parameters: Sequence[Parameter], shared: Sequence[tuple[str, ...]]
+    ) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]]:
+        """The positions of the parameters that are averaged together.
+
+        They are told apart by the axes of their workers, and by those along which devices have the
+        same values of them.
+        """
+        groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = defaultdict(list)
+        for position, (parameter, own) in enumerate(zip(parameters, shared, strict=True)):
+            groups[self.over(parameter), own].append(position)
+        return groups
 
 
 def _are_axes(axis: Any) -> bool:

@@ -91,6 +91,10 @@ class Zero:
             ),
             strict=check.boolean("Zero", "strict", self.strict),
         )
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Refuse a pattern that cannot tell the layers of a model apart."""
         check.pattern("Zero", "layers", self.layers, optional=True)
         # What has no special character matches itself only.
         if self.layers is not None and re.escape(self.layers) == self.layers:
@@ -170,9 +174,8 @@ def split_further(
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     parts = parts_over(mesh_shape, free)
     candidates: list[int] = []
-    for d, entry in enumerate(entries):
-        is_whole = parts_over(mesh_shape, as_tuple(entry)) == 1
-        if is_whole and d not in stacked and shape[d] % parts == 0:
+    for d in _whole_dims(entries, mesh_shape):
+        if d not in stacked and shape[d] % parts == 0:
             candidates.append(d)
     if not candidates:
         over = product_text(mesh_shape, free)
@@ -188,6 +191,15 @@ def _stacked_dims(zero: Zero, ndim: int, names: tuple[Any, ...]) -> set[int]:
     if not names:
         return set()
     return {d for d in range(ndim) if names[d] in zero.stacked or counts_layers(names[d])}
+
+
+def _whole_dims(entries: Sequence[Any], mesh_shape: Mapping[str, int]) -> list[int]:
+    """The dims that a spec with these entries leaves whole, over axes of one device say."""
+    dims = []
+    for dim, entry in enumerate(entries):
+        if parts_over(mesh_shape, as_tuple(entry)) == 1:
+            dims.append(dim)
+    return dims
 
 
 def _best_dim(candidates: Sequence[int], shape: tuple[int, ...], is_named: bool) -> int:

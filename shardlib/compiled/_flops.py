@@ -119,18 +119,22 @@ def _windows(made: Instruction) -> dict[str, _Window]:
     fields = dict(re.findall(r"(\w+)=(\S+)", written))
     if "size" not in fields:
         return {}
-    sizes = _each(fields["size"])
     windows = {}
-    for number, size in enumerate(sizes):
-        values = {name: _each(fields[name])[number] for name in _PLAIN if name in fields}
-        values = _PLAIN | values
-        before = 0
-        if "pad" in fields:
-            before = int(fields["pad"].split("x")[number].split("_")[0])
-        windows[str(number)] = _Window(
-            size, values["stride"], before, values["lhs_dilate"], values["rhs_dilate"]
-        )
+    for number, size in enumerate(_each(fields["size"])):
+        windows[str(number)] = _window_along(fields, number, size)
     return windows
+
+
+def _window_along(fields: dict[str, str], number: int, size: int) -> _Window:
+    """The window along one dim, from what is written of all; XLA leaves out what is plain."""
+    values = dict(_PLAIN)
+    for name in _PLAIN.keys() & fields.keys():
+        values[name] = _each(fields[name])[number]
+    before = 0
+    if "pad" in fields:
+        # `1_2x0_0`: one before the first dim and two after it, none along the next.
+        before = int(fields["pad"].split("x")[number].split("_")[0])
+    return _Window(size, values["stride"], before, values["lhs_dilate"], values["rhs_dilate"])
 
 
 def _each(text: str) -> list[int]:

@@ -71,12 +71,14 @@ class Flow:
         self.order = compiled.order
         self.dies = _last_reads(compiled.allocations)
         self.scopes: dict[str, Scope] = {}
+        # A computation that is called from several places is known by the first of them.
         for scope, made, _ in self.program.walk():
             self.scopes.setdefault(made.name, scope)
             # The condition of a loop is no part of the walk.
             if made.opcode == "while":
                 condition = self.program.called(scope, made, "condition")
                 self.scopes |= dict.fromkeys(condition.instructions, condition)
+        # Names are asked for again and again, and found by a search.
         self._origins: dict[str, tuple[str, str]] = {}
 
     def made(self, name: str) -> Instruction | None:
@@ -87,6 +89,7 @@ class Flow:
     def label(self, value: Value) -> tuple[str, str, str]:
         """The kind of a value of the heap, its name stack, and the line of Python behind it."""
         key = (value.instruction, value.index)
+        # What passes a value on says nothing of what it is: its makers do.
         makers = self.makers(key)
         op_name, source = self._named_origin(makers)
         return self._kind(key, value, makers, op_name), op_name, source
@@ -125,6 +128,7 @@ class Flow:
                 origin = self.origin(name)
                 if origin[0]:
                     origins.append(origin)
+        # The first that is differentiated, in an order that does not change from run to run.
         for origin in origins:
             if "jvp(" in origin[0]:
                 return origin
@@ -180,6 +184,7 @@ class Flow:
     def _given(self, scope: Scope, number: int, index: tuple[int, ...]) -> list[Key]:
         """What a computation is called with as one of its parameters; nothing for the program's."""
         caller = scope.caller
+        # The entry of the program is called by nobody.
         if caller is None or scope.outer is None:
             return []
         if caller.opcode == "while":
@@ -231,6 +236,7 @@ class Flow:
 
     def makers(self, key: Key) -> list[Key]:
         """The values that a value may be, past all that only passes them on."""
+        # A loop's state leads back to itself, so that what was seen is not looked at again.
         makers, seen, todo = [], set(), [key]
         while todo:
             current = todo.pop()
@@ -300,6 +306,7 @@ class Flow:
             made = self.made(current[0])
             if made is None or made.opcode.startswith(tuple(_REDUCTIONS)):
                 return False
+            # Every way back has to end at parameters, or at zeros.
             if self._is_argument(current):
                 of_parameters = self.kind_of_argument(int(made.argument)) == "parameters"
                 if not of_parameters:
@@ -320,6 +327,7 @@ class Flow:
     def gradients(self) -> set[Key]:
         """What the optimizer reads, and all that it was moved, summed and accumulated from."""
         found: set[Key] = set()
+        # A program without a backward pass, such as an evaluation, has no gradients.
         if not self._differentiated:
             return found
         for name, scope in self.scopes.items():

@@ -170,16 +170,23 @@ class _Account:
             self.most[kind] += size
 
 
+def _changes(values: Iterable[Value]) -> dict[int, list[tuple[Value, int]]]:
+    """By moment the values that are born then, with 1, and those that are gone by then, with -1."""
+    changes: dict[int, list[tuple[Value, int]]] = defaultdict(list)
+    for value in values:
+        changes[value.born].append((value, 1))
+        # At the moment at which it is read for the last time, it is still there.
+        changes[value.dies + 1].append((value, -1))
+    return changes
+
+
 def _fullest_moment(allocation: Allocation) -> list[Value]:
     """The values alive when the most bytes are in use.
 
     Values that share their place count once: a compiler gives one place to several names of the
     same bytes.
     """
-    changes = defaultdict(list)
-    for value in allocation.values:
-        changes[value.born].append((value, 1))
-        changes[value.dies + 1].append((value, -1))
+    changes = _changes(allocation.values)
     alive: dict[tuple[int, int], int] = defaultdict(int)  # how many values have a place
     most, fullest = -1, 0
     for moment in sorted(changes):

@@ -119,6 +119,14 @@ def _read(program: Program, scope: Scope, made: Instruction) -> int:
     if made.opcode == "dynamic-update-slice":
         # The update; what is updated in place is not read.
         return _bytes(scope.instructions[made.operands[1]].result)
+    return _read_of_operands(program, scope, made)
+
+
+def _read_of_operands(program: Program, scope: Scope, made: Instruction) -> int:
+    """The bytes of all operands of an instruction, as far as they are read.
+
+    A fusion may read a part of an operand, where all that it does with it is to slice it.
+    """
     total = 0
     inner = _inside(program, scope, made)
     for number, name in enumerate(made.operands):

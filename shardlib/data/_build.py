@@ -112,7 +112,11 @@ class _Builder:
         return "<u4"
 
     def write_tokens(self) -> None:
-        """Read and encode all documents, and write the files of both parts."""
+        """Read and encode all documents, and write the files of both parts.
+
+        One pass over the files does it all, a batch of texts at a time, so that a corpus may be
+        larger than memory.
+        """
         documents = read_documents(self.sources, self.corpus, self.reading)
         # The files of both parts are open while documents are read, and closed by the stack.
         with _progress("reading", self.sources) as progress, contextlib.ExitStack() as stack:
@@ -204,20 +208,22 @@ def _learn(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> dict[st
     total = sum(map(len, sample))
     progress = Progress(f"learning {size:,} tokens", total)
 
-    def texts() -> Iterator[str]:
-        done = 0
-        for raw in sample:
-            # A text that was cut may end within a character.
-            yield raw.decode(errors="ignore")
-            done += len(raw)
-            progress.at(done)
-
     try:
-        learned = learn_tokenizer(size, texts(), corpus.end).to_str(pretty=True)
+        learned = learn_tokenizer(size, _texts(sample, progress), corpus.end).to_str(pretty=True)
     finally:
         progress.close()
     _write_text(folder / "tokenizer.json", learned)
     return {"learned_documents": len(sample), "learned_bytes": total}
+
+
+def _texts(sample: list[bytes], progress: Progress) -> Iterator[str]:
+    """The texts of a sample, while whoever reads them is shown to get on."""
+    done = 0
+    for raw in sample:
+        # A text that was cut may end within a character.
+        yield raw.decode(errors="ignore")
+        done += len(raw)
+        progress.at(done)
 
 
 def _sample(corpus: Corpus, sources: tuple[Source, ...]) -> list[bytes]:
@@ -263,7 +269,11 @@ class _Part:
         self.hash, self.digests = hashlib.blake2b(digest_size=16), Digests()
 
     def append(self, documents: list[np.ndarray], size_bytes: int) -> None:
-        """Write the ids of some documents, whose texts have so many bytes in all."""
+        """Write the ids of some documents, whose texts have so many bytes in all.
+
+        Each is followed by the token that ends documents. Ids beyond the vocabulary are refused:
+        the dtype in which ids are stored would cut them to others.
+        """
         if not documents:
             return
         pieces, lengths = [], []
@@ -345,7 +355,10 @@ def _text_hash(text: bytes) -> int:
 def _check(
     corpus: Corpus, sources: tuple[Source, ...], reading: Reading, train: _Part, held_out: _Part
 ) -> None:
-    """Refuse files without documents, without any to train on, or that changed meanwhile."""
+    """Refuse files without documents, without any to train on, or that changed meanwhile.
+
+    It comes after all has been read, and before anything counts as prepared.
+    """
     if not train.documents + held_out.documents:
         raise ValueError(_describe_no_documents(sources, reading))
     if not train.documents:

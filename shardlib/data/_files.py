@@ -103,6 +103,18 @@ def _suffix(path: Path) -> str:
     return path.suffix or path.name
 
 
+def _files_of_pattern(path: Path) -> list[Path]:
+    """The files that a path with wildcards matches, in order; there may be none."""
+    # By `glob`, since a `Path` takes no pattern from the root on.
+    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
+    files: list[Path] = []
+    for name in names:
+        # A pattern may match folders too, whose files it does not name.
+        if not Path(name).is_dir():
+            files.append(Path(name).absolute())
+    return files
+
+
 def _matches(pattern: str, format: str) -> list[Path]:
     """The files that a pattern names: at least one."""
     if pattern == "python":
@@ -113,13 +125,7 @@ def _matches(pattern: str, format: str) -> list[Path]:
         if path.is_dir():
             return _files_of_folder(path, format)
         return [path.absolute()]
-    # By `glob`, since a `Path` takes no pattern from the root on.
-    names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
-    files: list[Path] = []
-    for name in names:
-        # A pattern may match folders too, whose files it does not name.
-        if not Path(name).is_dir():
-            files.append(Path(name).absolute())
+    files = _files_of_pattern(path)
     if files:
         return files
     what = "There is no file or folder"

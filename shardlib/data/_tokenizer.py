@@ -214,14 +214,20 @@ def _leaves_out(inner: Any) -> bool:
     if model.byte_fallback and all(f"<0x{byte:02X}>" in ids for byte in range(256)):
         return False
     marks = set(package("tokenizers", "A tokenizer").pre_tokenizers.ByteLevel.alphabet())
-    # Whether it works on bytes is seen by a character that no Unicode has given a meaning: it
-    # becomes marks for its bytes, or stays itself.
+    return not (_works_on_bytes(inner, marks) and marks <= ids.keys())
+
+
+def _works_on_bytes(inner: Any, marks: set[str]) -> bool:
+    """Whether a tokenizer takes text as bytes, for each of which it has a character as its mark.
+
+    It is seen by a character to which Unicode has given no meaning: it becomes marks for its bytes,
+    or stays itself.
+    """
     text = _normalized(inner, "\U00050000")
     words = [text]
     if inner.pre_tokenizer is not None:
         words = [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text)]
-    works_on_bytes = set().union(*words) <= marks
-    return not (works_on_bytes and marks <= ids.keys())
+    return set().union(*words) <= marks
 
 
 def _encoded(texts: Sequence[str]) -> list[bytes]:
@@ -333,6 +339,19 @@ def load_tokenizer(
     return make_tokenizer(path, read_tokenizer(path), end, unknown)
 
 
+def _vocabulary_size(ids: dict[str, int], path: Path) -> int:
+    """How many rows a table of embeddings needs for these tokens.
+
+    Ids may have gaps, and a table has a row for each number up to the last one.
+    """
+    vocab = max(ids.values()) + 1
+    if vocab > _MOST:
+        raise ValueError(
+            f"`{path}` has a token of number {vocab - 1}; examples hold numbers below {_MOST}."
+        )
+    return vocab
+
+
 def make_tokenizer(
     path: Path | None, content: bytes, end: str | None, unknown: str | None
 ) -> "Bytes | HuggingFace":
@@ -350,12 +369,7 @@ def make_tokenizer(
     inner = _inner_tokenizer(path, content)
     ids = inner.get_vocab(with_added_tokens=True)
     end_id = ids[_end_token(inner, ids, end, str(path))]
-    # Ids may have gaps, and a table of embeddings has a row for each number.
-    vocab = max(ids.values()) + 1
-    if vocab > _MOST:
-        raise ValueError(
-            f"`{path}` has a token of number {vocab - 1}; examples hold numbers below {_MOST}."
-        )
+    vocab = _vocabulary_size(ids, path)
     _set_unknown(inner, unknown, path)
     unknown_id = ids.get(getattr(inner.model, "unk_token", None))
     alphabet = None

@@ -69,6 +69,7 @@ class Tokens:
 
     def _ends_fit(self) -> bool:
         """Whether each document ends beyond the one before, and the last one with the tokens."""
+        # No document at all is a part that nothing was held out for.
         if not len(self.ends):
             return not len(self.ids)
         rises = self.ends[0] > 0 and bool((self.ends[1:] > self.ends[:-1]).all())
@@ -101,6 +102,7 @@ class Tokens:
             raise ValueError(
                 f"`bits_per_byte(loss={shown(loss)})` is a mean loss in nats per token, a number."
             )
+        # Of empty documents there are tokens, those that end them, and no text.
         if not self.bytes:
             raise ValueError(
                 f"{self} are of a text of 0 bytes, which has no bits per byte. Hold out more: "
@@ -183,6 +185,8 @@ class Prepared:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """What made the tokens, to encode prompts and decode samples."""
+        # It is read when it is asked for: who only trains needs no tokenizer, nor the package of
+        # one.
         return stored_tokenizer(self.corpus, self.folder, self.tokenizer_sha256)
 
     def describe(self) -> str:
@@ -196,6 +200,7 @@ class Prepared:
             "",
             table(rows, (1, 2, 3, 4)),
         ]
+        # Notes are of what is unusual, so that a corpus without any prints as a table alone.
         notes = self._notes()
         if notes:
             lines += ["", *notes]
@@ -241,6 +246,7 @@ def _check_tuple(name: str, value: Any, kind: type) -> None:
 
 def _row(name: str, part: Tokens) -> tuple[str, ...]:
     """The line of a part in the table of sizes."""
+    # A part without tokens has no bytes a token.
     share = "-"
     if len(part):
         share = f"{part.bytes / len(part):.2f}"
@@ -256,6 +262,7 @@ def _counted(count: int, noun: str) -> str:
 
 def tokenizer_of_store(corpus: Corpus, folder: Path) -> Path | None:
     """Where the tokenizer of a store is: in its folder if it was learned."""
+    # A tokenizer that is given stays where it is, and only its digest is kept.
     if learned_size(corpus.tokenizer):
         return folder / "tokenizer.json"
     return tokenizer_file(corpus.tokenizer)

@@ -11,7 +11,13 @@ from shardlib.modeling._random import is_key
 
 
 def check_tokens(x: Any, gate: Any, names: Any) -> None:
-    """Refuse tokens, names and a gate that do not fit each other."""
+    """Refuse tokens, names and a gate that do not fit each other.
+
+    Args:
+        x: the tokens, of any number of dims before their width.
+        gate: the router's weights, a vector of the tokens' width for each expert.
+        names: one for each dim of the tokens.
+    """
     check_arrays.array("moe", "x", x, "an array of tokens, (batch, ..., width)")
     check.kind("moe", "names", names, tuple | list, "a name for each dim of the tokens, in a tuple")
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
@@ -35,7 +41,10 @@ def _check_gate(gate: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_real(x: Any, real: Any) -> None:
-    """Refuse a mask of padding that is not one of bools for the tokens."""
+    """Refuse a mask of padding that is not one of bools for the tokens.
+
+    One of numbers might mean weights, and one of another shape would be broadcast to some meaning.
+    """
     shape, dtype = getattr(real, "shape", None), getattr(real, "dtype", type(real).__name__)
     if real is not None and (shape != x.shape[:-1] or str(dtype) != "bool"):
         raise ValueError(
@@ -45,7 +54,10 @@ def check_real(x: Any, real: Any) -> None:
 
 
 def check_functions(router: Any, experts: Any, key: Any) -> None:
-    """Refuse what is no router, no function of experts, or no key."""
+    """Refuse what is no router, no function of experts, or no key.
+
+    A router may be anyone's: it is known by what it can do, and not by its class.
+    """
     needed = ("choices", "capacity", "jitter", "choose", "balance")
     if isinstance(router, type) or not all(hasattr(router, name) for name in needed):
         raise check.refusal("moe", "router", router, "a router, such as `sl.experts.Top2()`")

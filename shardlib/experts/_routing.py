@@ -96,7 +96,11 @@ class Top2:
         return 2
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
-        """The two likeliest experts, of which the second is wanted by chance while training."""
+        """The two likeliest experts, of which the second is wanted by chance while training.
+
+        The chance is twice its share of the two, as in GShard: with half of it, it is always
+        wanted.
+        """
         gates, expert = _largest(jax.nn.softmax(logits), 2)
         weight = gates / (gates.sum(-1, keepdims=True) + _TINY)
         wanted = jnp.ones(weight.shape, bool)
@@ -169,7 +173,10 @@ class TopK:
         check.boolean("TopK", "renormalize", self.renormalize)
 
     def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
-        """The likeliest experts, with a softmax over them or their shares of that over all."""
+        """The likeliest experts, with a softmax over them or their shares of that over all.
+
+        The former add up to one for each token, the latter to less, by what the other experts have.
+        """
         if self.renormalize:
             largest, expert = _largest(logits, self.choices)
             weight = jax.nn.softmax(largest)

@@ -376,6 +376,7 @@ def split(
     # Over manual axes the array is split already, so they count as unknown here.
     check_spec(_automatic_sizes(mesh), spec, x.shape, what="the array to split")
     devices = math.prod(map(mesh.shape.__getitem__, axes))
+    # Which is so of axes that were given, and of none that were found by their size.
     if devices != parts:
         raise ValueError(f"`split(..., parts={parts}, axis={axis!r})`: that is {devices} devices.")
     return constrain(x, spec)

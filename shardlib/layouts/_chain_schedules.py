@@ -99,10 +99,13 @@ class ChainTable:
 
     def _simulated(self) -> Iterator[tuple[Action, dict[int, int]]]:
         """Each action, and which layer's input is in each place when it starts."""
+        # As the forward pass leaves them: slots are counted from one, and the state that was made
+        # last is at hand, unless a slot has it.
         places = dict(enumerate(self.kept, 1))
         if self.kept[-1] != self.layers - 1:
             places[AT_HAND] = self.layers - 1
         for action in self.actions:
+            # A copy, since whoever reads it may do so after the next action.
             yield action, dict(places)
             if isinstance(action, Advance):
                 places[action.target] = action.layer + 1
@@ -123,6 +126,7 @@ class ChainTable:
         """
         in_use: set[int] = set()
         most = 0
+        # Whether a state is still read is known only from what comes after.
         for action in reversed(self.actions):
             if isinstance(action, Advance):
                 in_use.discard(action.target)
@@ -139,6 +143,7 @@ class ChainTable:
     @property
     def places(self) -> int:
         """How many places there are: that at hand, and all slots."""
+        # The backward pass may use slots that the forward pass leaves empty.
         last = len(self.kept)
         for action in self.actions:
             if isinstance(action, Advance):
@@ -194,6 +199,7 @@ def _every_table(layers: int, segment: int) -> ChainTable:
     kept = tuple(range(0, layers, segment))
     actions: list[Action] = []
     at_hand = layers - 1
+    # The backward pass goes through the last segment first.
     for number in reversed(range(len(kept))):
         first, behind = kept[number], min(kept[number] + segment, layers)
         source = {first: number + 1}
@@ -220,6 +226,7 @@ def _binomial_table(layers: int, slots: int) -> ChainTable:
     # The forward pass goes to the input of the last layer, and keeps a state at each division.
     while len(kept) < slots and layers - kept[-1] > 1:
         first = kept[-1] + _division(layers - kept[-1], slots - len(kept) + 1)
+        # The input of the last layer is at hand when the forward pass ends, and needs no slot.
         if first == layers - 1:
             break
         kept.append(first)
@@ -250,6 +257,7 @@ def _reverse(first: int, behind: int, slot: int, slots: int, actions: list[Actio
             place = target if layer + 1 == middle else AT_HAND
             actions.append(Advance(layer, source, place))
             source = place
+        # Its input was made last, so that it is at hand.
         if last_alone:
             actions.append(Differentiate(middle, AT_HAND))
         else:

@@ -145,7 +145,10 @@ class _Probe:
 
     @classmethod
     def of(cls, init: Callable[[Any], Any], params: Any) -> "_Probe":
-        """The probe of an optimizer's `init` and a tree of parameters."""
+        """The probe of an optimizer's `init` and a tree of parameters.
+
+        `init` is traced here for the shapes that the parameters have, and later for others.
+        """
         leaves, tree = jax.tree.flatten(params)
 
         def state_shapes(shapes: Sequence[Shape]) -> dict[str, Shape]:

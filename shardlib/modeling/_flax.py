@@ -83,6 +83,7 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
     # Each variable goes to the first filter that matches it; `...` matches all that are left.
     graph, *states = nnx.split(model, _filter(trainable), nnx.RngState, ...)
     _check_static(graph)
+    # Names are read before the variables become plain arrays, which have none.
     names = {path: _names_of_variable(variable) for path, variable in nnx_variables(model)}
     params, streams, rest = map(nnx.to_pure_dict, states)
     return ModelParts(Definition(graph, trainable), params, streams, rest), names
@@ -93,6 +94,7 @@ def _take_tree_apart(model: Any, trainable: Any) -> tuple[ModelParts, dict[str, 
 
     `params` and `rest` have the tree's structure, each with None in place of the other's leaves.
     """
+    # Checked first: what Flax knows of a module is lost as soon as JAX takes it apart.
     refuse_modules_in_trees(model)
     leaves = named_leaves(model, is_leaf=is_box)
     _check_leaves(leaves)
@@ -118,6 +120,7 @@ def _check_leaves(leaves: list[tuple[str, Any]]) -> None:
                 f"`{path or 'the whole'}` of the model is no array. Close over constants and "
                 "functions instead."
             )
+    # All else goes by path, so that two leaves of one path would be taken for one.
     counts = collections.Counter(path for path, _ in leaves)
     for path, count in counts.items():
         if count > 1:
@@ -166,6 +169,7 @@ def flax_metadata(model: Any) -> dict[str, FlaxMetadata]:
         leaves = named_leaves(model, is_leaf=is_box)
     metadata_by_path = {}
     for path, leaf in leaves:
+        # Most variables bring nothing along, and need not be looked at again.
         metadata = _flax_metadata_of(leaf)
         if metadata != FlaxMetadata():
             metadata_by_path[path] = metadata
@@ -180,6 +184,7 @@ def _flax_metadata_of(leaf: Any) -> FlaxMetadata:
     if isinstance(leaf, meta.Partitioned):
         return FlaxMetadata(_hashable_pairs(getattr(leaf, "rules", None)), leaf.mesh)
     metadata = _metadata_of(leaf)
+    # A sharding says its own mesh; only names need one from elsewhere.
     sharding = _sharding_of(metadata)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else metadata.get("mesh")
     return FlaxMetadata(_hashable_pairs(metadata.get("sharding_rules")), mesh)
@@ -368,6 +373,7 @@ def _complete_names_of_boxes(leaves: list[tuple[str, Any]]) -> dict[str, Names]:
     names_by_path: dict[str, Names] = {}
     for path, leaf in leaves:
         names, shape = _names_of_box(leaf), shapes[path]
+        # Only where Flax itself keeps names in line with dims do missing names mean whole dims.
         in_line = isinstance(leaf, meta.Partitioned) and not _looks_stacked(path, shapes)
         if in_line and is_short(names, shape):
             names = padded_names(names, shape)

@@ -87,21 +87,30 @@ def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | Partitio
     check.kind(
         "annotate", "names", names, Mapping, "a mapping from patterns of paths to the names of dims"
     )
+    # Modules first: as leaves of a tree they would lose what Flax knows of them.
     refuse_modules_in_trees(model)
     variables = dict(nnx_variables(model)) if is_nnx(model) else None
     # A module without variables is looked at as any other tree.
     leaves = variables or dict(named_leaves(model, is_leaf=is_box))
     _check_is_model(model, leaves)
     chosen = _names_by_path(names, leaves)
-    if variables is not None:
-        for path, dim_names in chosen.items():
-            variables[path].set_metadata(out_sharding=dim_names)
-        return model
+    if variables is None:
+        return _boxed(model, chosen)
+    for path, dim_names in chosen.items():
+        variables[path].set_metadata(out_sharding=dim_names)
+    return model
+
+
+def _boxed(model: Model, names: Mapping[str, Names]) -> Model:
+    """A tree whose leaves of these paths are in boxes that carry their names.
+
+    The tree itself is left as it is: leaves without a box have no place for names.
+    """
 
     def boxed(path: str, leaf: Any) -> Any:
-        if path not in chosen:
+        if path not in names:
             return leaf
-        return _box(leaf, chosen[path])
+        return _box(leaf, names[path])
 
     return map_named(boxed, model, is_leaf=is_box)
 
@@ -111,6 +120,7 @@ def _check_is_model(model: Any, leaves: Mapping[str, Any]) -> None:
 
     A model may be one array, whose path is empty.
     """
+    # Only what is a leaf itself has the empty path.
     whole_model = leaves.get("")
     is_strange = whole_model is not None and not hasattr(unbox(whole_model), "shape")
     if not leaves or is_strange:
@@ -134,6 +144,7 @@ def _names_by_path(patterns: Mapping[str, Any], leaves: Mapping[str, Any]) -> di
             )
         # The whole path must match, so that `kernel` does not name `up/kernel` by accident.
         matched = [path for path in leaves if re.fullmatch(pattern, path)]
+        # A pattern without a match is a misspelt path, whose parameter would stay without names.
         if not matched:
             raise ValueError(
                 f"`annotate`: the pattern `{pattern}` matches no parameter. The paths are: "

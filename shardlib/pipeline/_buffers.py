@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.pipeline._loop import Arrays
+from shardlib.tracing._jaxpr import picked
 
 # By name. `activations` and `gradients` are one buffer each, `kept` and `left` a list of one for
 # each loop over layers.
@@ -123,4 +124,4 @@ def split_differentiable(
     given. `jax.vjp` differentiates by the first result only, for it takes no integers.
     """
     positions = [k for k, flag in enumerate(differentiable) if flag]
-    return [arrays[k] for k in positions], partial(replaced, arrays, positions)
+    return picked(arrays, positions), partial(replaced, arrays, positions)

@@ -40,6 +40,7 @@ from shardlib.tracing._jaxpr import (
     inlined,
     inputs_of,
     made_of,
+    picked,
     scan_parts,
     variables,
 )
@@ -86,11 +87,11 @@ class Cut:
         """
         # All that is known without running a layer.
         values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        values |= dict(zip([self.jaxpr.invars[k] for k in self.outer], outer, strict=True))
+        values |= dict(zip(picked(self.jaxpr.invars, self.outer), outer, strict=True))
         values |= dict(zip(self.jaxpr.invars[self.weight_count :], inputs, strict=True))
         for cut_loop in self.loops:
             if cut_loop.batch_only_outputs:
-                outputs = [cut_loop.equation.outvars[k] for k in cut_loop.batch_only_outputs]
+                outputs = picked(cut_loop.equation.outvars, cut_loop.batch_only_outputs)
                 computed = batch_only_values(cut_loop, *self._local_inputs(cut_loop, values))
                 values |= dict(zip(outputs, computed, strict=True))
         return values
@@ -98,8 +99,8 @@ class Cut:
     def _local_inputs(self, cut_loop: Loop, values: dict[Any, Any]) -> tuple[Arrays, Arrays]:
         """The values of a loop's shared and of its per-layer inputs, out of known values."""
         inputs = cut_loop.equation.invars
-        shared = [inputs[k] for k in cut_loop.shared_inputs]
-        per_layer = [inputs[k] for k in cut_loop.per_layer_inputs]
+        shared = picked(inputs, cut_loop.shared_inputs)
+        per_layer = picked(inputs, cut_loop.per_layer_inputs)
         # Computed together, since they may have equations in common.
         computed = made_of(self.jaxpr, [*shared, *per_layer], values)
         return computed[: len(shared)], computed[len(shared) :]
@@ -141,12 +142,15 @@ class Cut:
         return self._local_inputs(self.loops[loop], self._values(outer, inputs))
 
     def constants(self, loop: int, outer: Arrays) -> tuple[Arrays, Arrays]:
-        """A loop's trained constants and its frozen ones, computed from weights only."""
+        """A loop's trained constants and its frozen ones, computed from weights only.
+
+        They are the same for all microbatches, so that a stage computes them once.
+        """
         cut_loop = self.loops[loop]
-        names = [*self.jaxpr.constvars, *[self.jaxpr.invars[k] for k in self.outer]]
+        names = [*self.jaxpr.constvars, *picked(self.jaxpr.invars, self.outer)]
         values = dict(zip(names, [*self.consts, *outer], strict=True))
         numbers = (*cut_loop.trained_constants, *cut_loop.frozen_constants)
-        computed = made_of(self.jaxpr, [cut_loop.equation.invars[k] for k in numbers], values)
+        computed = made_of(self.jaxpr, picked(cut_loop.equation.invars, numbers), values)
         split = len(cut_loop.trained_constants)
         return computed[:split], computed[split:]
 
@@ -158,14 +162,14 @@ class Cut:
         `travelled` is what comes out of the last part of the last loop.
         """
         values = self._values(outer, inputs) | self._after(len(self.loops) - 1, travelled)
-        return made_of(self.jaxpr, [self.jaxpr.outvars[k] for k in wanted], values)
+        return made_of(self.jaxpr, picked(self.jaxpr.outvars, wanted), values)
 
     def aside(self, outer: Arrays, inputs: Arrays, wanted: Sequence[int]) -> Arrays | None:
         """The outputs whose numbers are `wanted`, if they can be computed without any layer.
 
         The result is None if at least one of them is made by layers.
         """
-        atoms = [self.jaxpr.outvars[k] for k in wanted]
+        atoms = picked(self.jaxpr.outvars, wanted)
         values = self._values(outer, inputs)
         for atom in atoms:
             if atom not in values and outputs_behind(self.jaxpr, [atom], self.loops):
@@ -201,7 +205,7 @@ class Cut:
         """The trained outer weights behind the trained constants of a loop."""
         cut_loop = self.loops[loop]
         inputs = cut_loop.equation.invars
-        return self._trained_behind([inputs[k] for k in cut_loop.trained_constants])
+        return self._trained_behind(picked(inputs, cut_loop.trained_constants))
 
     @cached_property
     def head_weights(self) -> list[int]:
@@ -267,21 +271,29 @@ def cut(
     check_loops(jaxpr, scans, weights, names)
     _check_readers(jaxpr, weights, scans)
     parts = _followed(jaxpr, weights, [scan.equation for scan in scans])
-    loops: list[Loop] = []
-    for scan in scans:
-        # What a loop takes is sorted by what the loops before it gave.
-        loop = _with_inputs_sorted(parts, scan.equation, loops)
-        check_inputs(jaxpr, loop, loops, _unnamed_paths(parts, loop))
-        loops.append(_with_outputs_sorted(jaxpr, loop))
     return Cut(
         jaxpr=jaxpr,
         consts=flat.consts,
-        loops=_with_passing(jaxpr, loops),
+        loops=_sorted_loops(parts, scans),
         outer=tuple(k for k in range(len(weights)) if not is_stacked[k]),
         trained=frozenset(k for k, weight in enumerate(weights) if weight.trained),
         weight_count=len(weights),
         trained_sources=parts.of_trained,
     )
+
+
+def _sorted_loops(traced: _Traced, scans: Sequence[LayerScan]) -> tuple[Loop, ...]:
+    """The loops with their inputs and outputs sorted by how stages get them.
+
+    Inputs that no stage could get are refused.
+    """
+    loops: list[Loop] = []
+    for scan in scans:
+        # What a loop takes is sorted by what the loops before it gave.
+        loop = _with_inputs_sorted(traced, scan.equation, loops)
+        check_inputs(traced.jaxpr, loop, loops, _unnamed_paths(traced, loop))
+        loops.append(_with_outputs_sorted(traced.jaxpr, loop))
+    return _with_passing(traced.jaxpr, loops)
 
 
 def _check_readers(jaxpr: Jaxpr, weights: Sequence[Weight], scans: Sequence[LayerScan]) -> None:
@@ -338,7 +350,10 @@ def _scans_over(jaxpr: Jaxpr, is_stacked: Sequence[bool]) -> list[LayerScan]:
 
 
 def _followed(jaxpr: Jaxpr, weights: Sequence[Weight], loops: list[Any]) -> _Traced:
-    """The loss with what each of its variables is computed from, other than through `loops`."""
+    """The loss with what each of its variables is computed from, other than through `loops`.
+
+    What comes out of a loop is there after the last stage only, whatever it was computed from.
+    """
     number_of = {jaxpr.invars[k]: k for k in range(len(weights))}
     outer = {var: k for var, k in number_of.items() if weights[k].stacked_dim is None}
     of_weights: Sources = {}
@@ -460,16 +475,20 @@ def _with_outputs_sorted(jaxpr: Jaxpr, loop: Loop) -> Loop:
     for k in range(carries, len(outputs)):
         if outputs[k] not in read:
             continue
-        equations = behind(body, [body.outvars[k]])
-        needed = inputs_of(equations)
-        # An output may be an input as it is, with no equation in between.
-        if not equations:
-            needed = variables([body.outvars[k]])
-        if local.issuperset(needed):
+        if local.issuperset(_inputs_behind(body, body.outvars[k])):
             batch_only.append(k)
         else:
             stacked.append(k)
     return replace(loop, batch_only_outputs=tuple(batch_only), stacked_outputs=tuple(stacked))
+
+
+def _inputs_behind(body: Jaxpr, output: Any) -> list[Any]:
+    """The inputs and constants of a loop's body that one of its outputs is computed from."""
+    equations = behind(body, [output])
+    # An output may be an input as it is, with no equation in between.
+    if not equations:
+        return variables([output])
+    return inputs_of(equations)
 
 
 def _with_passing(jaxpr: Jaxpr, loops: Sequence[Loop]) -> tuple[Loop, ...]:

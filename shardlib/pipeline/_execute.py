@@ -27,6 +27,7 @@ from shardlib.pipeline._outside_loops import OutsideLoops
 from shardlib.pipeline._pass_row import PassRow
 from shardlib.pipeline._passes import Passes
 from shardlib.pipeline._program import Program, channel
+from shardlib.tracing._jaxpr import picked
 
 
 class _State(NamedTuple):
@@ -72,17 +73,7 @@ class Executor:
         the totals come to on this stage, and `sums` with its gradients added.
         """
         stage = lax.axis_index(self.axis)
-        layer_sums = []
-        for loop in range(len(self.cut.loops)):
-            of_constants = self.passes.empty_constant_sums(loop)
-            of_stacked = [sums[k] for k in self._trained_stacks(loop)]
-            layer_sums.append([*of_constants, *of_stacked])
-        start = _State(
-            self.passes.buffers(),
-            [sums[k] for k in self.cut.outer],
-            layer_sums,
-            self._empty_totals(),
-        )
+        start = self._start(sums)
         # Both branches of a `cond` have results: a stage without a pass in a tick sends zeros.
         nothing = zeros(self.cut.wire.shapes)
         no_gradients = zeros(self.cut.wire.gradient_shapes)
@@ -97,6 +88,16 @@ class Executor:
         for loop in range(len(self.cut.loops)):
             positions += self._trained_stacks(loop)
         return state.totals, replaced(sums, positions, [*outer_sums, *stack_sums])
+
+    def _start(self, sums: Sequence[Any]) -> "_State":
+        """What a stage has before its first tick, with sums of gradients that go on from these."""
+        layer_sums = []
+        for loop in range(len(self.cut.loops)):
+            of_constants = self.passes.empty_constant_sums(loop)
+            of_stacked = picked(sums, self._trained_stacks(loop))
+            layer_sums.append([*of_constants, *of_stacked])
+        outer_sums = picked(sums, self.cut.outer)
+        return _State(self.passes.buffers(), outer_sums, layer_sums, self._empty_totals())
 
     def _trained_stacks(self, loop: int) -> list[int]:
         """The positions of a loop's trained stacked weights among all, in the loop's order."""

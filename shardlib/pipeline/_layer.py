@@ -23,7 +23,16 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
 from shardlib.pipeline._loop import Arrays, Loop, Shapes
-from shardlib.tracing._jaxpr import JITS, Stretch, behind, inlined, inputs_of, shapes_of, variables
+from shardlib.tracing._jaxpr import (
+    JITS,
+    Stretch,
+    behind,
+    inlined,
+    inputs_of,
+    picked,
+    shapes_of,
+    variables,
+)
 from shardlib.tracing._linearize import derivative
 
 
@@ -190,7 +199,7 @@ class _SplitBackward:
         outputs = _outputs_among(wanted, equations)
         # Equations may read each other's results, and all else comes as an argument.
         stretch = Stretch(self.jaxpr, equations, needed, outputs)
-        results = stretch([values[variable] for variable in needed])
+        results = stretch(picked(values, needed))
         values = values | dict(zip(outputs, results, strict=True))
         # A gradient that is zero whatever happens is a literal.
         return [atom.val if isinstance(atom, Literal) else values[atom] for atom in wanted]

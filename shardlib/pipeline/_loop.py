@@ -35,6 +35,7 @@ from shardlib.tracing._jaxpr import (
     inlined,
     inputs_of,
     made_of,
+    picked,
     scan_parts,
     shapes_of,
     variables,
@@ -109,7 +110,7 @@ class Loop:
         constants, carries = self.parts
         inputs = self.equation.invars
         # The order is that of `travelling`: whatever enters is at its beginning.
-        carried = [inputs[k] for k in self.carried_inputs]
+        carried = picked(inputs, self.carried_inputs)
         return [*inputs[constants : constants + carries], *carried]
 
     @cached_property
@@ -144,13 +145,13 @@ class Loop:
             # Their values have not changed on the way.
             *([None] * len(self.carried_inputs)),
             *self.passing,
-            *[outputs[k] for k in self.stacked_outputs],
+            *picked(outputs, self.stacked_outputs),
         ]
 
     @cached_property
     def travelling(self) -> Shapes:
         """Shapes and dtypes of the arrays that travel from part to part, in their order."""
-        stacked = [self.equation.outvars[k] for k in self.stacked_outputs]
+        stacked = picked(self.equation.outvars, self.stacked_outputs)
         return shapes_of([*self.entering, *self.passing, *stacked])
 
     @cached_property
@@ -192,11 +193,11 @@ class Loop:
         def layer(*arguments: Any) -> Arrays:
             # The scan body wants inputs by position; `order` says which argument each of them is.
             inputs = dict(zip(order, arguments, strict=True))
-            results = jaxpr_as_fun(body)(*[inputs[k] for k in range(len(body.jaxpr.invars))])
+            results = jaxpr_as_fun(body)(*picked(inputs, range(len(body.jaxpr.invars))))
             return [
                 *results[:carries],
-                *[inputs[k] for k in self.carried_inputs],
-                *[results[k] for k in self.stacked_outputs],
+                *picked(inputs, self.carried_inputs),
+                *picked(results, self.stacked_outputs),
             ]
 
         return jax.make_jaxpr(layer)(*shapes_of(body.jaxpr.invars[k] for k in order))
@@ -233,8 +234,8 @@ def batch_only_values(loop: Loop, shared: Arrays, per_layer: Arrays) -> Arrays:
     """
     body = body_of(loop.equation)
     # Inlining keeps the inputs and outputs of the body where they are.
-    names = [body.jaxpr.invars[k] for k in (*loop.shared_inputs, *loop.per_layer_inputs)]
-    wanted = [body.jaxpr.outvars[k] for k in loop.batch_only_outputs]
+    names = picked(body.jaxpr.invars, (*loop.shared_inputs, *loop.per_layer_inputs))
+    wanted = picked(body.jaxpr.outvars, loop.batch_only_outputs)
 
     def layer(_: None, slices: Arrays) -> tuple[None, Arrays]:
         values = dict(zip(body.jaxpr.constvars, body.consts, strict=True))
@@ -260,11 +261,11 @@ def outputs_behind(
     """
     # No variable is an output of two loops.
     loop_of_output: dict[Any, int] = {}
-    without_layers = set()
+    without_layers: set[Any] = set()
     for number, loop in enumerate(loops):
-        loop_of_output.update(dict.fromkeys(loop.equation.outvars, number))
-        for k in loop.batch_only_outputs:
-            without_layers.add(loop.equation.outvars[k])
+        outputs = loop.equation.outvars
+        loop_of_output.update(dict.fromkeys(outputs, number))
+        without_layers.update(picked(outputs, loop.batch_only_outputs))
     # An output of a loop is taken as given here: what lies behind it is the loop's own affair.
     equations = behind(jaxpr, wanted, loop_of_output)
     read = dict.fromkeys([*inputs_of(equations), *variables(wanted)])

@@ -27,6 +27,7 @@ from shardlib.pipeline._cut import Cut
 from shardlib.pipeline._loop import Arrays
 from shardlib.pipeline._pass_row import PassRow, switch_loop
 from shardlib.pipeline._program import Program
+from shardlib.tracing._jaxpr import picked
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ class OutsideLoops:
             return value, summed
 
         loss_and_gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)
-        weights = [self.outer[k] for k in positions]
+        weights = picked(self.outer, positions)
         (_, outputs), (travelled_gradients, weight_gradients) = loss_and_gradients(floats, weights)
         return outputs, travelled_gradients, weight_gradients
 
@@ -143,7 +144,7 @@ class OutsideLoops:
             return split_differentiable(made, self.cut.loops[loop].differentiable)[0]
 
         # It is cheaper to compute the start again than to keep what its derivative reads.
-        _, derivative = jax.vjp(start, floats, [self.outer[k] for k in positions])
+        _, derivative = jax.vjp(start, floats, picked(self.outer, positions))
         travelled_gradients, weight_gradients = derivative(gradients)
         if loop > 0:
             gradient_wire = self.cut.wire.packed(loop - 1, travelled_gradients, backward=True)
@@ -175,7 +176,7 @@ class OutsideLoops:
         def constants(weights: Arrays) -> Arrays:
             return self.cut.constants(loop, replaced(self.outer, positions, weights))[0]
 
-        made, derivative = jax.vjp(constants, [self.outer[k] for k in positions])
+        made, derivative = jax.vjp(constants, picked(self.outer, positions))
         # Sums are in float32 at least, and the derivative takes the dtype of the constants. So a
         # gradient is rounded only once, after all microbatches.
         constant_gradients = [total.astype(x.dtype) for total, x in zip(sums, made, strict=True)]

@@ -43,6 +43,7 @@ from shardlib.pipeline._layer import Layer, layer
 from shardlib.pipeline._loop import Arrays
 from shardlib.pipeline._pass_row import PassRow, switch_loop
 from shardlib.pipeline._program import Program
+from shardlib.tracing._jaxpr import picked
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +151,7 @@ class Passes:
         self.parts_per_loop = self.program.parts_per_loop
         # How many parts of each loop a stage has: `step/_layer_order` refuses unequal numbers.
         self.chunks_per_loop = self.parts_per_loop // self.table.stages
-        self.outer = [self.weights[k] for k in self.cut.outer]
+        self.outer = picked(self.weights, self.cut.outer)
         self.stage_loops = [self._stage_loop(loop) for loop in range(len(self.cut.loops))]
 
     # What a stage has.
@@ -161,7 +162,7 @@ class Passes:
         trained, frozen = self.cut.constants(loop, self.outer)
         return _StageLoop(
             layer=layer(cut_loop, self.cut.trained, self.table.splits),
-            stacks=[self.weights[k] for k in cut_loop.weight_numbers],
+            stacks=picked(self.weights, cut_loop.weight_numbers),
             layers_per_part=cut_loop.layers // self.parts_per_loop,
             trained_constants=trained,
             frozen_constants=frozen,

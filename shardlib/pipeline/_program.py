@@ -156,7 +156,10 @@ class _Slots:
 
 
 def _assigned_slots(table: Table, tick_of: dict[Op, int], loops: int, recompute: bool) -> _Slots:
-    """Slots for all that waits, as few as can be, and as many on every stage as on the fullest."""
+    """Slots for all that waits, as few as can be, and as many on every stage as on the fullest.
+
+    All stages run one program, so that a buffer has the same number of slots on each.
+    """
     slots: dict[tuple[str, int, int], int] = {}
     counts: dict[str, tuple[int, ...]] = {}
     for buffer, spans in _lifetimes(table, tick_of, loops, recompute).items():
@@ -203,7 +206,10 @@ class _Rows:
         return self.rows.setdefault(name, np.full(self.shape, default, np.int32))
 
     def add_pass(self, op: Op, tick: int) -> None:
-        """Write down a pass of a tick, and the slots that it reads and writes."""
+        """Write down a pass of a tick, and the slots that it reads and writes.
+
+        It goes into the rows of its kind, where the tick and the pass' stage meet.
+        """
         kind, table = op.kind, self.table
         at = tick, table.placement[op.part]
         # Rows are zero where a stage has no pass of this kind.
@@ -223,7 +229,11 @@ class _Rows:
         return True
 
     def add_arrival(self, op: Op, tick: int) -> None:
-        """Write down where what a pass sends arrives, and through which channel, if it sends."""
+        """Write down where what a pass sends arrives, and through which channel, if it sends.
+
+        A channel is a distance between stages: all that is sent over it in a tick is one
+        permutation.
+        """
         table, kind = self.table, op.kind
         receiver = sent_to(table, op)
         if receiver is None:
@@ -274,7 +284,14 @@ def sent_to(table: Table, op: Op) -> Op | None:
 def _lifetimes(
     table: Table, tick_of: dict[Op, int], loops: int, recompute: bool
 ) -> dict[str, dict[Item, Span]]:
-    """From when to when each thing waits, by buffer, microbatch and part."""
+    """From when to when each thing waits, by buffer, microbatch and part.
+
+    Args:
+        table: what each stage does.
+        tick_of: when it does it.
+        loops: over how many loops of layers the parts are spread.
+        recompute: whether a backward pass makes again what a forward pass would have kept.
+    """
     lives: dict[str, dict[Item, Span]] = {buffer: {} for buffer in BUFFERS}
     parts_per_loop = table.parts // loops
     for op in tick_of:
@@ -314,7 +331,12 @@ def _activation_span(
 def _training_spans(
     table: Table, tick_of: dict[Op, int], forward: Op, recompute: bool
 ) -> dict[str, Span]:
-    """How long that waits, by buffer, which only training needs of a microbatch and a part."""
+    """How long that waits, by buffer, which only training needs of a microbatch and a part.
+
+    - "kept": what the forward pass keeps for the backward pass.
+    - "left": what the first half of a split backward pass leaves to the second.
+    - "gradients": what arrived, of the part's output.
+    """
     spans: dict[str, Span] = {}
     begin = _moment(tick_of, forward)
     backward = _moment(tick_of, forward._replace(kind="B"))

@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from shardlib.pipeline._loop import Arrays, Loop, Shapes
+from shardlib.tracing._jaxpr import picked
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,7 @@ class Wire:
     @cached_property
     def gradient_shapes(self) -> Shapes:
         """What is sent backward: the shapes and dtypes of those arrays that have gradients."""
-        return [self.shapes[k] for k in self._differentiable]
+        return picked(self.shapes, self._differentiable)
 
     @cached_property
     def _differentiable(self) -> list[int]:
@@ -73,7 +74,7 @@ class Wire:
 
     def unpacked(self, loop: int, sent: Arrays, *, backward: bool = False) -> Arrays:
         """What travels through a loop, or its gradients, taken out of the list that was sent."""
-        return [sent[k] for k in self._places_of(loop, backward)]
+        return picked(sent, self._places_of(loop, backward))
 
 
 def wire_of(loops: Sequence[Loop]) -> Wire:

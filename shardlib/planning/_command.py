@@ -393,6 +393,7 @@ def _of_user(run: Callable[[], Any], what: str) -> Any:
     """
     try:
         return run()
+    # No `Exception`s: `sys.exit()` at the end of a script, for one.
     except (SystemExit, KeyboardInterrupt) as error:
         raise ValueError(
             f"{what} ended the process{_at(error)}: {type(error).__name__}({error})."
@@ -401,6 +402,7 @@ def _of_user(run: Callable[[], Any], what: str) -> Any:
         # Whose fault it is shows in the file that raised it: ours, the user's, or a library's.
         last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         ours = Path(__file__).parent.parent in last.parents and last != Path(__file__)
+        # Raised in this file, it is about the command's own arguments.
         if isinstance(error, ValueError) and last == Path(__file__):
             raise
         if ours and isinstance(error, ValueError | ModuleNotFoundError):

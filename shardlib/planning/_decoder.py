@@ -125,7 +125,13 @@ class Decoder:
         return (*modules, head)
 
     def _attention(self, examples: int, itemsize: int, tensor: int) -> Module:
-        """The attention of a layer: projections to queries, keys, values and back, and scores."""
+        """The attention of a layer: projections to queries, keys, values and back, and scores.
+
+        Args:
+            examples: how many a device has at once.
+            itemsize: the bytes of a number that is kept.
+            tensor: over how many devices heads are split: each has its share of what they take.
+        """
         tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
         head_dim = self.head_dim or width // self.heads
         # With grouped queries there are fewer heads of keys and values than of queries.
@@ -155,7 +161,13 @@ class Decoder:
         return queries * self.sequence * (4 + itemsize)
 
     def _mlp(self, examples: int, itemsize: int, tensor: int) -> Module:
-        """The MLP of a layer: two matrices, and a third for the gate of SwiGLU or GeGLU."""
+        """The MLP of a layer: two matrices, and a third for the gate of SwiGLU or GeGLU.
+
+        Args:
+            examples: how many a device has at once.
+            itemsize: the bytes of a number that is kept.
+            tensor: over how many devices the hidden dim is split.
+        """
         tokens, width, bias = examples * self.sequence, self.width, int(self.bias)
         hidden = self.hidden or 4 * width
         # A gate is one matrix more.

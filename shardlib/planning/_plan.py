@@ -230,17 +230,12 @@ def plan(
     >>> plan.memory.kinds["parameters"], plan.memory.kinds["optimizer state"]
     (16384, 32772)
     """
+    # Arguments are checked first: the compiler may take minutes.
     machine = _checked_target(target)
     check.kind("plan", "estimate", estimate, Estimate, "what `sl.estimate` gives", optional=True)
     check.text("plan", "name", name)
     if cache is not None:
-        check.kind("plan", "cache", cache, str | os.PathLike, "a folder")
-        if not isinstance(step, Step):
-            raise ValueError(
-                "`plan(cache=...)` keeps what the compiler says of a step of `sl.train_step`. The "
-                "compiler options of another `jax.jit`, on which that depends, cannot be read: "
-                "leave `cache` out."
-            )
+        _check_cache(cache, step)
     strategy: Strategy | None = None
     remarks: tuple[str, ...] = ()
     if isinstance(step, Step):
@@ -252,6 +247,7 @@ def plan(
         check_traceable("plan", step)
         mesh = _mesh_of((state, batch))
     platform, chip, options = _machine_of(mesh, machine)
+    # Nothing is put on a device, neither here nor below: shapes will do.
     traced = lower(step, state, batch)
     lowered = traced.lowered
     kept = None
@@ -261,6 +257,7 @@ def plan(
     memory = attribute(compiled, platform, kinds_of(traced.paths, len(jax.tree.leaves(state))))
     _check_host_memory(platform, memory, (state, batch))
     step_collectives = collectives(compiled.program, mesh)
+    # Only a step of ours says how its state would be split otherwise.
     stage_prices: tuple[Price, ...] = ()
     if strategy is not None:
         stage_prices = prices(state, strategy)
@@ -325,6 +322,17 @@ def _text_of(lowered: Any) -> str:
         if place is None or place[1] not in callers:
             kept.append(line)
     return "\n".join(kept)
+
+
+def _check_cache(cache: Any, step: Any) -> None:
+    """Refuse a cache that is no folder, or of what cannot be told from another step."""
+    check.kind("plan", "cache", cache, str | os.PathLike, "a folder")
+    if not isinstance(step, Step):
+        raise ValueError(
+            "`plan(cache=...)` keeps what the compiler says of a step of `sl.train_step`. The "
+            "compiler options of another `jax.jit`, on which that depends, cannot be read: "
+            "leave `cache` out."
+        )
 
 
 def _checked_target(target: Any) -> Target | None:

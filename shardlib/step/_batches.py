@@ -42,7 +42,10 @@ def batch_sharding(strategy: Strategy) -> NamedSharding:
 
 
 def check_batch(batch: Any, strategy: Strategy) -> None:
-    """Refuse what is no batch, or does not split evenly over the mesh and into microbatches."""
+    """Refuse what is no batch, or does not split evenly over the mesh and into microbatches.
+
+    Nothing is padded or left out in silence: either would change what the loss is a mean of.
+    """
     leaves = named_leaves(batch)
     if not leaves:
         raise ValueError("The batch holds no arrays.")

@@ -58,6 +58,7 @@ class Description:
         width = terminal_width()
         head = ("parameter", "shape", "dtype", "names", "spec", "per device", "")
         lines = [_listed(head, self.rows, width)]
+        # Like its parameter is what everyone expects: a row is for what is not.
         listed = [row for row in self.optimizer_rows if row.remark]
         if listed:
             head = ("optimizer state", "shape", "dtype", "", "spec", "per device", "")
@@ -126,17 +127,11 @@ def describe(state: State) -> Description:
         )
     layout = state.layout
     names, relations = dict(layout.names), dict(layout.relations)
-    remarks = _Remarks(state, names)
-    # Both trained and frozen ones are parameters of the model, in its own order.
-    parameters = state.params, state.frozen
-    rows: list[Row] = []
-    for tree in (combine(*parameters), state.rest):
-        for path, leaf in named_leaves(tree):
-            rows.append(_row(path, leaf, names.get(path), remarks.of(path, leaf.shape)))
-    optimizer_rows: list[Row] = []
+    rows = _rows_of_model(state, names)
+    optimizer_rows = []
     for path, leaf in named_leaves(state.opt_state):
         optimizer_rows.append(_row(path, leaf, names.get(path), relations[path].reason))
-    leaves = jax.tree.leaves(parameters)
+    leaves = jax.tree.leaves((state.params, state.frozen))
     return Description(
         mesh=format_mesh(layout.strategy.device_mesh),
         rows=tuple(rows),
@@ -151,8 +146,24 @@ def describe(state: State) -> Description:
     )
 
 
+def _rows_of_model(state: State, names: Mapping[str, Names]) -> list[Row]:
+    """The rows of parameters, and then those of the model's other arrays.
+
+    Trained and frozen ones are both parameters of the model, and come in its own order.
+    """
+    remarks = _Remarks(state, names)
+    rows: list[Row] = []
+    for tree in (combine(state.params, state.frozen), state.rest):
+        for path, leaf in named_leaves(tree):
+            rows.append(_row(path, leaf, names.get(path), remarks.of(path, leaf.shape)))
+    return rows
+
+
 def _bytes_by_kind(state: State) -> dict[str, int]:
-    """The bytes that each device holds of a state, by what they are for."""
+    """The bytes that each device holds of a state, by what they are for.
+
+    What is in the host's memory is counted with the rest, and once more by itself.
+    """
     sizes = {
         "parameters": _total_per_device((state.params, state.frozen)),
         "optimizer state": _total_per_device(state.opt_state),
@@ -212,6 +223,7 @@ class _Remarks:
     def __init__(self, state: State, names: Mapping[str, Names]) -> None:
         layout, self.names = state.layout, names
         self.rules, self.sizes = layout.rules, dict(layout.strategy.device_mesh.shape)
+        # Of both, since ZeRO splits frozen parameters too.
         self.splits = {**layout.splits(state.params), **layout.splits(state.frozen)}
         self.frozen = {path for path, _ in named_leaves(state.frozen)}
         self.data_axes = "data"
@@ -219,7 +231,11 @@ class _Remarks:
             self.data_axes = " and ".join(layout.strategy.zero_axes)
 
     def of(self, path: str, shape: tuple[int, ...]) -> str:
-        """The remark on one parameter; empty if there is nothing to say."""
+        """The remark on one parameter; empty if there is nothing to say.
+
+        It says what its names do not: that it is frozen, or has no names; which of several
+        candidates a rule took; and why ZeRO leaves it whole.
+        """
         split = self.splits.get(path)
         is_split = split is not None and split.dim is not None
         parts: list[str] = []
@@ -237,6 +253,7 @@ class _Remarks:
             return "no names"
         if names is None:
             return "no names: replicated"
+        # No rule was asked, so none had a choice.
         if isinstance(names, PartitionSpec):
             return "mesh axes given"
         resolution = resolve(self.rules, self.sizes, names, shape, what=path)
@@ -257,6 +274,7 @@ def _listed(head: tuple[str, ...], rows: Sequence[Row], width: int | None) -> st
     """
     cells = [head, *map(_cells, rows)]
     whole = table(cells)
+    # Into a file or a pipe goes the whole table.
     if width is None or max(map(len, whole.splitlines())) <= width:
         return whole
     # Paths are shortened first; dtypes are left out before names, and these before specs.
@@ -284,7 +302,10 @@ def _bytes_per_device(leaf: Any) -> int:
 
 
 def _total_per_device(tree: Any) -> int:
-    """The bytes of all arrays of a tree on each device."""
+    """The bytes of all arrays of a tree on each device.
+
+    All devices have as many: layouts split evenly.
+    """
     return sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(tree))
 
 

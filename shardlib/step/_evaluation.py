@@ -82,6 +82,7 @@ class Evaluation:
                     # In float64, on the host: a run may evaluate millions of examples.
                     sums[name] = total + np.float64(mean.total), weight + np.float64(mean.weight)
         finally:
+            # An error must not leave the thread that reads ahead behind.
             on_mesh.close()
         if not sums:
             raise ValueError("There was no batch to evaluate on.")
@@ -93,6 +94,7 @@ class Evaluation:
     def _examples(self, source: Any, at_most: int | None) -> Any:
         """The batches of a source, or the first of them."""
         examples = source
+        # A source that repeats forever has to be asked for one pass over its examples.
         if hasattr(source, "once"):
             examples = source.once(local_rows(source.batch, self.strategy))
         else:
@@ -118,6 +120,7 @@ class Evaluation:
         check.kind("Evaluation.trace", "state", state, State, "the `State` that `sl.init` makes")
         check_batch(batch, self.strategy)
         to = batch_sharding(self.strategy)
+        # Laid out as `batches` does it, or the plan would be that of another program.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), batch)
         with self.strategy.scope():
             return self._compiled.trace(state, shapes)
@@ -167,6 +170,7 @@ class Evaluation:
         # The same wrappers as in training, so that a loss means the same in both.
         total = with_partitionable_lookups(partial(forward, call), parameters, self.strategy)
         if self.strategy.pipeline is None:
+            # Streams and other state that come out are those of an evaluation, and are forgotten.
             _, (means, _, _) = evaluate_loss(total, parameters, inputs.params, *arguments(0))
         else:
             with jax.named_scope(LOSS):

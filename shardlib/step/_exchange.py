@@ -219,7 +219,10 @@ class _LocalExchange:
         return Gradient(values, errors, jnp.sum(squares), jnp.isfinite(squares))
 
     def averaged(self, sums: list[jax.Array], errors: ErrorsByPath) -> Gradient:
-        """Average the workers' gradients."""
+        """Average the workers' gradients, by the exchange.
+
+        What is not averaged has been summed exactly, and goes by.
+        """
         unknown = [None] * len(self.averaged_positions)
         values, errors = self._average(sums, self._own_gradients(sums), errors, unknown)
         return self.measured(values, errors)
@@ -281,13 +284,8 @@ class _LocalExchange:
         over workers, and then they gather the parts: the network between workers carries every
         value once.
         """
-        # Positions here are those in `own`, not among all parameters.
         totals = list(own)
-        # Arrays that are summed over the same axes go in one collective.
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for position, i in enumerate(self.averaged_positions):
-            groups[self.axes_of[i].over, self.axes_of[i].shared].append(position)
-        for (over, shared), group in groups.items():
+        for (over, shared), group in self._groups_by_axes().items():
             for bucket in buckets(own, group, self.exchange.within.bucket_bytes):
                 parts = [own[position] for position in bucket]
                 summed = self._summed_in_one_collective(parts, over, shared)
@@ -295,6 +293,17 @@ class _LocalExchange:
                     # The dtype of the means of messages, which the step's other branch returns.
                     totals[position] = total.astype(jnp.float32)
         return totals
+
+    def _groups_by_axes(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]]:
+        """The gradients that are summed over the same axes, which may go in one collective.
+
+        They are known by their positions in `own`, not among all parameters. The keys are the axes
+        of the workers, and those along which a worker's devices hold the same values.
+        """
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for position, i in enumerate(self.averaged_positions):
+            groups[self.axes_of[i].over, self.axes_of[i].shared].append(position)
+        return groups
 
     def _summed_in_one_collective(
         self, parts: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
@@ -313,7 +322,13 @@ class _LocalExchange:
     def _sums_in_parts(
         self, arrays: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
     ) -> Iterator[jax.Array]:
-        """Sums of arrays that are the same along the axes `shared`, of which each sums a part."""
+        """Sums of arrays that are the same along the axes `shared`, of which each sums a part.
+
+        Args:
+            arrays: what is summed, each device's own summand.
+            over: the axes of the workers, along which the sums go.
+            shared: the axes along which all devices have the same arrays.
+        """
         # Together, so that small arrays share one collective of useful size.
         flat = jnp.concatenate([x.reshape(-1) for x in arrays])
         count = parts_over(self.sizes, shared)
@@ -321,10 +336,7 @@ class _LocalExchange:
         rows = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
         part = lax.psum(rows[lax.axis_index(shared)], over)
         whole = lax.all_gather(part, shared, axis=0, tiled=True)
-        first = 0
-        for x in arrays:
-            yield whole.reshape(-1)[first : first + x.size].reshape(x.shape)
-            first += x.size
+        return _shaped_like(arrays, whole.reshape(-1))
 
     def _own_gradients(self, sums: list[jax.Array]) -> list[jax.Array]:
         """The gradients of this worker alone.
@@ -424,6 +436,17 @@ class _LocalExchange:
         return bad == 0
 
 
+def _shaped_like(arrays: Sequence[jax.Array], flat: jax.Array) -> Iterator[jax.Array]:
+    """The numbers of one array taken apart into arrays of the shapes of others, in order.
+
+    What is left over is padding.
+    """
+    first = 0
+    for x in arrays:
+        yield flat[first : first + x.size].reshape(x.shape)
+        first += x.size
+
+
 def _own_error(error: Errors) -> Errors:
     """What a device holds of errors: in the state they have a leading dim of devices."""
     return jax.tree.map(lambda x: x[0], error)
@@ -465,7 +488,10 @@ def _squares(
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
-    """The sum of the squares of an array, added up in 32 bits or more."""
+    """The sum of the squares of an array, added up in 32 bits or more.
+
+    In 16 bits, a sum of thousands of squares stops growing long before it is done.
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jnp.sum(_square(wide)).astype(jnp.float32)
 
@@ -488,7 +514,13 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def pieces(exchange: Exchange, parameter: Parameter, sizes: Mapping[str, int]) -> Pieces:
-    """How a device's shard of a parameter's gradient is cut for the exchange."""
+    """How a device's shard of a parameter's gradient is cut for the exchange.
+
+    Args:
+        exchange: says over which axes it is averaged.
+        parameter: the parameter, with its layout at rest.
+        sizes: how many devices the mesh has along each axis.
+    """
     over, split = exchange.over(parameter), spec_axes(parameter.stored)
     # ZeRO and the names split evenly, so that all shards have as many elements.
     elements = math.prod(parameter.shape) // parts_over(sizes, split)

@@ -142,7 +142,10 @@ class GradientFunction:
         return jax.tree.map(lambda spec: keep_axes(spec, manual), self.sender.specs)
 
     def _on_device(self, inputs: GradientInputs) -> BatchGradient:
-        """The gradient, from this device's examples and together with the other devices."""
+        """The gradient, from this device's examples and together with the other devices.
+
+        The loss is checked, and put into a form that can be split, before anything is computed.
+        """
         microbatches = microbatches_of(inputs.batch, self.strategy)
         examples = every_nth(inputs.batch, microbatches.count)
         # The number of a microbatch goes with its examples, for keys and reports.
@@ -175,7 +178,14 @@ class GradientFunction:
     def _in_turn(
         self, total: Any, arguments: Any, inputs: GradientInputs, scanned: Any
     ) -> _Accumulated:
-        """One microbatch after the other."""
+        """One microbatch after the other, their gradients added up.
+
+        Args:
+            total: the loss and the metrics of a microbatch, as sums with their weights.
+            arguments: from the model's other state and a microbatch to the arguments of the loss.
+            inputs: what the step was given.
+            scanned: the number and the examples of each microbatch, stacked.
+        """
         weights = Weights(self.strategy, self.trained, self.frozen, inputs.params, inputs.frozen)
 
         def microbatch(last: bool, rest: Any, scanned: Any) -> Any:
@@ -217,7 +227,11 @@ class GradientFunction:
         return _Accumulated(means, streams, rest, contributions)
 
     def _exchanged(self, inputs: GradientInputs, accumulated: _Accumulated) -> BatchGradient:
-        """Add up what all devices have: the loss, its metrics, and the gradient."""
+        """Add up what all devices have: the loss, its metrics, and the gradient.
+
+        Means are divided once, by the weight of the whole batch. A mean of the devices' means would
+        count an example less where there are more of them.
+        """
         # Means are sums with their weights until they have been added up over devices.
         totals = accumulated.means
         if self.strategy.manual_axes:

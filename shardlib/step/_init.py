@@ -303,7 +303,10 @@ def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
 
 
 def _specs_of_function(make_model: Callable[[], Any], rules: AxisRules, mesh: Any) -> Any:
-    """The specs of the parameters of the model that a function makes; it is only traced."""
+    """The specs of the parameters of the model that a function makes.
+
+    The function is only traced, so that a model of any size has specs.
+    """
     # `eval_shape` returns only shapes: the model and its names are handed out by these lists.
     models: list[Any] = []
     completed: list[dict[str, Names]] = []

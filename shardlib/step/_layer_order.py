@@ -200,7 +200,10 @@ def check_layers(strategy: Strategy, names: dict[str, Any], shapes: dict[str, An
 
 
 def _check_loops(schedule: Any, loops: tuple[str, ...]) -> None:
-    """Refuse a schedule in which a stage does not have as many parts of each loop."""
+    """Refuse a schedule in which a stage does not have as many parts of each loop.
+
+    All stages run one program, whose loops over layers are of one length.
+    """
     table = table_of(schedule)
     parts = table.parts // len(loops)
     # The parts of the first loop come first in the table, then those of the next.

@@ -23,6 +23,7 @@ from shardlib.step._layer_order import loops_of, stacked_dim
 from shardlib.step._scopes import may_be_in_loss
 from shardlib.step._state import State
 from shardlib.step._strategy import Strategy
+from shardlib.tracing._jaxpr import picked
 
 
 class Pipelined:
@@ -109,7 +110,7 @@ class Pipelined:
         for parameter, stored, held in zip(self.parameters, self.stored, self.held, strict=True):
             sums.append(None if parameter.frozen else parameter.empty_sums(stored, held.shape))
         totals, sums = self._executor().gradient(sums)
-        outer = [self.held[k] for k in self.cut.outer]
+        outer = picked(self.held, self.cut.outer)
         # A stream that no layer draws from can be computed next to the pipeline, once.
         streams = self.cut.aside(outer, self.leaves, jax.tree.leaves(self.streams))
         if streams is None:

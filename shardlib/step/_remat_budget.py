@@ -150,19 +150,24 @@ def _next_limit(tried: list[Tried], budget: int) -> float:
     """
     low = max((one for one in tried if one.peak <= budget), key=lambda one: one.estimate)
     too_large = [one for one in tried if one.peak > budget]
-    aim = 1.0
+    aim, slope = 1.0, 1.0
     if too_large:
-        aim = _AIM
-        high = min(too_large, key=lambda one: one.estimate)
-        slope = (high.peak - low.peak) / max(1, high.estimate - low.estimate)
-    else:
-        slope = 1.0
-        if low.estimate:
-            slope = (low.peak - tried[0].peak) / low.estimate
+        aim, slope = _AIM, _slope(low, min(too_large, key=lambda one: one.estimate))
+    elif low.estimate:
+        # The first program keeps nothing that has a name.
+        slope = _slope(tried[0], low)
     # What takes nothing may grow without bounds.
     if slope <= 0:
         return float("inf")
     return low.estimate + max(0.0, aim * budget - low.peak) / slope
+
+
+def _slope(low: Tried, high: Tried) -> float:
+    """By how many bytes a step grows for each byte that more activations take, as they are traced.
+
+    It is one where the compiler keeps just what it is told to.
+    """
+    return (high.peak - low.peak) / max(1, high.estimate - low.estimate)
 
 
 def _say(tried: Tried, budget: int) -> None:
@@ -191,6 +196,7 @@ class _Layers:
         for loop in loops:
             of_loop = []
             for block in loop.blocks:
+                # Layers outside of a loop are traced one by one, to jaxprs that print alike.
                 text = str(block.params["jaxpr"])
                 if text not in numbers:
                     numbers[text] = len(choices)
@@ -205,31 +211,48 @@ class _Layers:
         """What computes the least again and takes at most so many bytes: its value, its bytes as
         they are traced, and its operations.
         """
-        columns = [(kind, choice) for kind, of in enumerate(self.choices) for choice in of]
+        columns: list[tuple[int, Choice]] = []
+        for kind, choices in enumerate(self.choices):
+            for choice in choices:
+                columns.append((kind, choice))
+        numbers = self._solved(columns, limit)
+        size = flops = 0
+        chosen: list[list[Choice]] = [[] for _ in self.choices]
+        for (kind, choice), number in zip(columns, numbers, strict=True):
+            chosen[kind] += [choice] * number
+            size += choice.size * number
+            flops += choice.flops * number
+        return self._value(chosen), size, flops
+
+    def _solved(self, columns: Sequence[tuple[int, Choice]], limit: float) -> list[int]:
+        """How many layers have each choice for a kind of block, by the integer program.
+
+        Args:
+            columns: the choices, each with its kind of block.
+            limit: the bytes that all of them may take, infinity for any.
+        """
         count = len(columns)
         sizes = np.array([choice.size for _, choice in columns])
         flops = np.array([choice.flops for _, choice in columns])
         # First how many layers have each choice, then whether any has it.
         costs = np.concatenate([flops / max(1, flops.max()), np.zeros(count)])
         most = np.array([self.counts[kind] for kind, _ in columns])
-        room = np.concatenate([sizes, np.zeros(count)])
         upper: Any = np.concatenate([most, np.ones(count)])
         constraints = [self._all_chosen(columns), *self._none_alone(most)]
         if np.isfinite(limit):
+            room = np.concatenate([sizes, np.zeros(count)])
             constraints.append(LinearConstraint(room[None], -np.inf, limit))
         solution = milp(
             costs,
             integrality=np.ones(2 * count),
             bounds=Bounds(0, upper),
             constraints=constraints,
+            # The default gap would let a worse choice pass for the best one.
             options={"mip_rel_gap": 0.0},
         )
         assert solution.success, solution.message
-        numbers = np.rint(solution.x[:count]).astype(int)
-        chosen: list[list[Choice]] = [[] for _ in self.choices]
-        for (kind, choice), number in zip(columns, numbers, strict=True):
-            chosen[kind] += [choice] * number
-        return self._value(chosen), int(numbers @ sizes), int(numbers @ flops)
+        # The solver's whole numbers are floats, right up to its tolerance.
+        return np.rint(solution.x[:count]).astype(int).tolist()
 
     def _all_chosen(self, columns: Sequence[tuple[int, Choice]]) -> LinearConstraint:
         """That every layer has one of the choices for its kind."""
@@ -264,6 +287,7 @@ class _Layers:
             for _ in range(loop.times):
                 for kind in kinds:
                     values.append(Remat(next(remaining[kind]).names))
+        # One value for all keeps a loop over layers one loop.
         if len(set(values)) == 1:
             return values[0]
         runs = [(len(list(run)), value) for value, run in itertools.groupby(values)]

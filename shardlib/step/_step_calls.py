@@ -29,6 +29,7 @@ def check_compiles() -> None:
 def check_call(state: Any, batch: Any) -> None:
     """Refuse to take a step with a state or a batch that has no values."""
     check.kind("Step", "state", state, State, "the `State` that `sl.init` makes")
+    # The count of steps is in every state, and is abstract where all of it is.
     if isinstance(state.step, jax.ShapeDtypeStruct):
         raise ValueError(
             "The state is abstract, of shapes alone: make it by `sl.init` without `abstract`."
@@ -103,7 +104,10 @@ def check_experts(layout: Layout, strategy: Strategy, used: set[str]) -> None:
 
 
 def unused_rules(strategy: Strategy, layouts: Iterable[Layout], used: set[str]) -> tuple[str, ...]:
-    """Rules that split something and that no parameter and no annotation uses."""
+    """Rules that split something and that no parameter and no annotation uses.
+
+    A rule is left over where a name is misspelt, in the rules or in the model.
+    """
     used = used | {BATCH}
     for layout in layouts:
         for _, names in layout.names:

@@ -144,7 +144,10 @@ class Strategy:
         return dict(self.mesh.shape)
 
     def _check_fields(self) -> None:
-        """Refuse values of a wrong type or out of range, each field by itself."""
+        """Refuse values of a wrong type or out of range, each field by itself.
+
+        What does not go together is mostly found out later, when the axes of the mesh are known.
+        """
         check.kind(
             "Strategy", "rules", self.rules, AxisRules, "`AxisRules`, such as `sl.rules.data`"
         )
@@ -152,6 +155,7 @@ class Strategy:
         check.kind("Strategy", "mesh", self.mesh, str | Mesh, takes)
         takes = 'text: `"pod"`, or `"data=2"` for a factor of an axis'
         check.text("Strategy", "dcn", self.dcn, takes)
+        # Which axes of a mesh are on the slow network is known once it is made.
         if not isinstance(self.mesh, str) and self.dcn:
             raise ValueError(
                 f"`Strategy(dcn={self.dcn!r})` is for a mesh given as text; this one is made: "
@@ -171,6 +175,7 @@ class Strategy:
         resolve_offload(self.offload)
         hide = check.boolean("Strategy", "hide_collectives", self.hide_collectives)
         clip = self.clip
+        # Any transformation of the gradient may clip; a number is the norm of the whole.
         if clip is not None and not isinstance(clip, optax.GradientTransformation):
             takes = (
                 "a largest global norm, or an optax transformation without state, such as "
@@ -190,6 +195,7 @@ class Strategy:
 
     def _check_manual(self) -> None:
         """Refuse manual axes along which devices do not have examples of their own."""
+        # Along an axis that splits no examples, devices would do the same work twice.
         for axis in self.manual or ():
             if axis not in self.rules.batch_axes:
                 raise ValueError(
@@ -220,7 +226,10 @@ class Strategy:
         return self
 
     def _check_exchange(self, axes: Mapping[str, int]) -> None:
-        """Refuse an exchange over axes that carry no gradients, or over which ZeRO splits."""
+        """Refuse an exchange over axes that carry no gradients, or over which ZeRO splits.
+
+        Either would be a strategy that prints what no step does.
+        """
         zero = self.sharding
         exchanged_over = self.exchange.axes
         if not exchanged_over:
@@ -260,6 +269,7 @@ class Strategy:
         if self.offloaded is None or not self.offloaded.parameters:
             return
         shown = f"`Strategy(offload={self.offload!r}"
+        # Only parameters are used in the passes: the optimizer's state is read once a step.
         if self.pipeline is not None:
             raise ValueError(
                 f"{shown}, pipeline=...)`: each stage uses its layers in every tick, so that they "
@@ -275,6 +285,7 @@ class Strategy:
 
     def _why_no_gradients_along(self, axis: str, axes: Mapping[str, int]) -> str:
         """Why devices along an axis have no gradients of their own, as the end of a sentence."""
+        # Three reasons, of which the first that holds says what to change.
         if axis in self.rules.batch_axes:
             return (
                 "splits weights too, or is not manual, so that the partitioner sums gradients "
@@ -288,7 +299,11 @@ class Strategy:
         return "is no axis of the mesh"
 
     def _check_pipeline(self, axes: Mapping[str, int]) -> None:
-        """Refuse a schedule that cannot be run, or not with the other fields."""
+        """Refuse a schedule that cannot be run, or not with the other fields.
+
+        A field that means something else in a pipeline, or nothing, is not passed over: the error
+        says what to take in its place.
+        """
         schedule: Any = self.pipeline
         check_is_schedule(schedule)
         check_table(schedule)

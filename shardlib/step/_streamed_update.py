@@ -26,8 +26,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib.step._host_update import HostUpdate
 from shardlib.step._offload import BYTES_AT_A_TIME, Updater, is_on_host, to_device, to_host
-from shardlib.tracing._jaxpr import JITS, behind, inlined, inputs_of, made_of, variables
-from shardlib.tracing._rows import MixesRowsError, Part, Rows, cut, evaluate_rows
+from shardlib.tracing._jaxpr import (
+    JITS,
+    behind,
+    inlined,
+    inputs_of,
+    made_of,
+    picked,
+    shapes_of,
+    variables,
+)
+from shardlib.tracing._row_rules import MixesRowsError, Part, Rows, cut
+from shardlib.tracing._rows import evaluate_rows
 
 # Rows of more bytes are taken along another dim, if there is one with smaller rows. Those of the
 # first dim are contiguous.
@@ -95,7 +105,7 @@ def streamed_update(
 
 @dataclass(frozen=True, eq=False)
 class _ByRows:
-    """A function of some rows of one parameter's arrays.
+    """A function of some rows of one parameter's arrays, taken from the trace of the whole update.
 
     Attributes:
         body: its equations, which read rows first and then `wholes`.
@@ -118,11 +128,17 @@ class _ByRows:
 
     def check(self, arrays: Sequence[Any]) -> None:
         """Trace it; raises `MixesRowsError` where rows depend on others."""
-        wholes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.wholes]
-        jax.eval_shape(lambda wholes: self(0, arrays, wholes), wholes)
+        jax.eval_shape(lambda wholes: self(0, arrays, wholes), shapes_of(self.wholes))
 
     def __call__(self, number: Any, arrays: Sequence[Any], wholes: Sequence[Any]) -> list[Any]:
-        """The rows of the results that are the next after so many times."""
+        """The rows of the results that are the next after so many times.
+
+        Args:
+            number: how many times rows have been taken.
+            arrays: the inputs of the whole update.
+            wholes: the values of `wholes`, on the device.
+        """
+        # Where they start is known to the running program only; their number is a part of it.
         rows = Rows(number * self.rows.count, self.rows.count, self.rows.total)
         parts = []
         for position in self.inputs:
@@ -142,6 +158,7 @@ class _Total:
 
     def run(self, arrays: Sequence[Any], wholes: Sequence[Any]) -> Any:
         """The total of all rows."""
+        # The first total is made outside of the loop: it has the dtype that the loop carries.
         combine = _TOTALS[self.equation.primitive.name]
 
         def part(number: Any) -> Any:
@@ -172,22 +189,28 @@ class _Loop:
 
     def run(self, arrays: Sequence[Any], wholes: Sequence[Any]) -> list[Any]:
         """The updated arrays."""
-        dim, count = self.function.dim, self.function.rows.count
 
         def iteration(number: Any, updated: list[Any]) -> list[Any]:
+            # Rows are read from the arrays that rows are written to: a second buffer would be
+            # there for as long as the loop runs.
             now = list(arrays)
             for position, array in zip(self.positions, updated, strict=True):
                 now[position] = array
-            written = []
-            for array, rows in zip(updated, self.function(number, now, wholes), strict=True):
-                if is_on_host(array):
-                    rows = to_host(rows)
-                start = number * count
-                written.append(lax.dynamic_update_slice_in_dim(array, rows, start, dim))
-            return written
+            return self._written(number, updated, self.function(number, now, wholes))
 
-        updated = [arrays[position] for position in self.positions]
+        updated = picked(arrays, self.positions)
         return lax.fori_loop(0, self.function.times, iteration, updated)
+
+    def _written(self, number: Any, arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """The arrays with the rows of an iteration replaced by its results."""
+        count, dim = self.function.rows.count, self.function.dim
+        written = []
+        for array, rows in zip(arrays, results, strict=True):
+            if is_on_host(array):
+                rows = to_host(rows)
+            start = number * count
+            written.append(lax.dynamic_update_slice_in_dim(array, rows, start, dim))
+        return written
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +287,7 @@ class _Streaming:
                 results[position] = inputs[atom]
             else:
                 rest.append(position)
-        values = known.values([self.jaxpr.outvars[position] for position in rest])
+        values = known.values(picked(self.jaxpr.outvars, rest))
         for position, value in zip(rest, values, strict=True):
             results[position] = self._in_place(position, value)
         return results
@@ -292,8 +315,12 @@ class _Streaming:
         return None
 
     def _loop_along(self, owner: Owner, updated: Sequence[int], dim: int, count: int) -> _Loop:
-        """The loop along a dim; raises `MixesRowsError` where rows depend on other rows."""
-        outvars = [self.jaxpr.outvars[position] for position in updated]
+        """The loop along a dim, of so many rows at a time.
+
+        What mixes rows is taken out of the loop where it can be: a norm of all rows is known before
+        any of them is updated. Raises `MixesRowsError` where rows depend on other rows still.
+        """
+        outvars = picked(self.jaxpr.outvars, updated)
         rows = Rows(0, count, owner.shape[dim])
         totals: dict[Any, _Total] = {}
         # Each round takes an equation out that is evaluated before the loop, for all rows.
@@ -317,13 +344,20 @@ class _Streaming:
     ) -> _ByRows:
         """What leads from the rows of an owner's arrays to some variables.
 
-        What is known `before` is read whole.
+        Args:
+            owner: the parameter that has the arrays.
+            outvars: the variables of the trace that are wanted.
+            dim: along which the rows lie.
+            rows: how many there are, and how many are taken at a time.
+            before: variables that are known before, and read whole.
         """
         positions = (*owner.positions, self._gradient_of(owner))
-        by_rows = [self.jaxpr.invars[position] for position in positions]
+        by_rows = picked(self.jaxpr.invars, positions)
         equations = _depending(behind(self.jaxpr, outvars, before), by_rows)
-        written = {var for equation in equations for var in equation.outvars}
-        if not outvars or not written.union(by_rows).issuperset(outvars):
+        made = set(by_rows)
+        for equation in equations:
+            made.update(equation.outvars)
+        if not outvars or not made.issuperset(outvars):
             raise MixesRowsError("a result does not depend on the rows of its parameter")
         wholes = [var for var in inputs_of(equations) if var not in by_rows]
         body = self.jaxpr.replace(
@@ -339,7 +373,10 @@ class _Streaming:
         return any(is_on_host(value) and var in read for var, value in pairs)
 
     def _total(self, owner: Owner, equation: Any, dim: int, rows: Rows, before: set[Any]) -> _Total:
-        """A reduction over all rows as a loop of its own."""
+        """A reduction over all rows as a loop of its own.
+
+        Raises `MixesRowsError` where its totals of some rows do not add up to that of all.
+        """
         if equation.primitive.name not in _TOTALS:
             raise MixesRowsError(f"`{equation.primitive.name}` is not made of totals of rows")
         function = self._by_rows(owner, equation.invars, dim, rows, before)
@@ -389,12 +426,14 @@ class _Known:
         """
         jaxpr = self.streaming.jaxpr
         read = self._read(wanted)
-        for var in read & self.totals.keys() - self.known.keys():
-            total = self.totals[var]
-            wholes = self.values(total.function.wholes)
-            self.known[var] = total.run(self.streaming.inputs, wholes)
+        # In the order in which they were found. That of a set is another one in each process, and
+        # processes have to run the same program.
+        for var, total in self.totals.items():
+            if var in read and var not in self.known:
+                wholes = self.values(total.function.wholes)
+                self.known[var] = total.run(self.streaming.inputs, wholes)
         copied = [var for var in self.on_host if var in read]
-        arrays = [self.on_host[var] for var in copied]
+        arrays = picked(self.on_host, copied)
         if arrays and before:
             arrays, _ = lax.optimization_barrier((arrays, list(before)))
         on_device = dict(zip(copied, map(to_device, arrays), strict=True))
@@ -406,6 +445,7 @@ class _Known:
 
     def _read(self, wanted: Sequence[Any]) -> set[Any]:
         """The inputs and totals of which some atoms are made, as far as these are not known."""
+        # What is known is not made once more, and what a total leads to is read by that alone.
         stops = {*self.known, *self.totals}
         read = set(variables(wanted))
         read.update(inputs_of(behind(self.streaming.jaxpr, wanted, stops)))
@@ -421,12 +461,14 @@ def _depending(equations: Sequence[Any], by_rows: Sequence[Any]) -> list[Any]:
             chosen.add(number)
             dependent.update(equation.outvars)
     # A value that is spread would take as much memory outside of the loop as all rows.
-    read = {var for number in chosen for var in variables(equations[number].invars)}
+    read: set[Any] = set()
+    for equation in picked(equations, chosen):
+        read.update(variables(equation.invars))
     for number, equation in enumerate(equations):
         is_spread = equation.primitive.name == "broadcast_in_dim"
         if is_spread and not read.isdisjoint(equation.outvars):
             chosen.add(number)
-    return [equations[number] for number in sorted(chosen)]
+    return picked(equations, sorted(chosen))
 
 
 def _choices(owner: Owner, size: int) -> list[tuple[int, int]]:
@@ -463,11 +505,14 @@ def _divisor(total: int, most: int, multiple: int) -> int | None:
     (10, 64, 1, None)
     """
     divisors = []
+    # Divisors come in pairs, of which one is at most the square root.
     for number in range(1, math.isqrt(total) + 1):
         if total % number == 0:
             divisors += [number, total // number]
-    fitting = sorted({d for d in divisors if d % multiple == 0 and d < total})
+    fitting = {d for d in divisors if d % multiple == 0 and d < total}
     if not fitting:
         return None
-    below = [d for d in fitting if d <= most]
-    return below[-1] if below else fitting[0]
+    below = {d for d in fitting if d <= most}
+    if below:
+        return max(below)
+    return min(fitting)

@@ -43,7 +43,10 @@ _SENDS = {
 def varying_outputs(
     jaxpr: ClosedJaxpr, varying_inputs: Sequence[bool], axes: Iterable[str]
 ) -> list[bool]:
-    """For each output, whether it may differ along the manual `axes`, given which inputs do."""
+    """For each output, whether it may differ along the manual `axes`, given which inputs do.
+
+    It errs on one side: an output that it calls the same is the same on all devices along the axes.
+    """
     every = frozenset(axes)
     inputs: list[Axes] = []
     for varies in varying_inputs:
@@ -61,6 +64,7 @@ def _walk(jaxpr: Jaxpr, inputs: Sequence[Axes], axes: Axes) -> list[Axes]:
             return _NONE
         return known.get(atom, _NONE)
 
+    # In the order of the trace, in which each value is written before it is read.
     for equation in jaxpr.eqns:
         outputs = _equation(equation, list(map(read, equation.invars)), axes)
         known.update(zip(equation.outvars, outputs, strict=True))
@@ -80,6 +84,8 @@ def _equation(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     if name == "random_wrap" and is_row_key(equation.outvars[0].aval):
         # A row key knows which examples a device has, and is the same stream on all devices.
         return [_NONE]
+    # Calls are followed by their bodies, so that an output which reads no varying input stays the
+    # same.
     inner = _called_jaxpr(equation)
     if inner is not None:
         return _walk(inner, inputs, axes)
@@ -112,6 +118,7 @@ def _after_collective(equation: Any, inputs: list[Axes]) -> list[Axes]:
     parameters = equation.params
     over = set(_as_tuple(parameters.get("axes", parameters.get("axis_name"))))
     outputs = len(equation.outvars)
+    # A sum of several arrays is one equation, each of whose outputs comes of its own input.
     if len(inputs) == outputs:
         return [differs - over for differs in inputs]
     return [_NONE.union(*inputs) - over] * outputs
@@ -120,6 +127,7 @@ def _after_collective(equation: Any, inputs: list[Axes]) -> list[Axes]:
 def _cond(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     """A branch that differs between devices makes all of its outputs differ."""
     index, operands = inputs[0], inputs[1:]
+    # Devices that take different branches have different results, whatever these read.
     outputs = [index] * len(equation.outvars)
     for branch in equation.params["branches"]:
         outputs = _united(outputs, _walk(branch.jaxpr, operands, axes))
@@ -137,6 +145,7 @@ def _scan(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     constants, carries = scan_parts(equation)
     first_scanned = constants + carries
     carry = inputs[constants:first_scanned]
+    # What one iteration makes of a carry, the next one reads.
     while True:
         outputs = _walk(body, [*inputs[:constants], *carry, *inputs[first_scanned:]], axes)
         grown = _united(carry, outputs[:carries])
@@ -183,6 +192,7 @@ def _called_jaxpr(equation: Any) -> Jaxpr | None:
         inner = open_jaxpr(equation.params[name])
         same_inputs = len(inner.invars) == len(equation.invars)
         same_outputs = len(inner.outvars) == len(equation.outvars)
+        # Operands and results then are those of the function, one by one.
         if same_inputs and same_outputs:
             return inner
         return None

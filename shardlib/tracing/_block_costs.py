@@ -156,31 +156,37 @@ class _Costs:
         What the backward pass reads is kept or runs again. What an equation that runs again reads
         is kept or runs again too.
         """
-        columns = {name: place for place, name in enumerate(names)}
-        makers: dict[Any, int] = {}
-        for place, equation in enumerate(self.again):
-            makers.update(dict.fromkeys(equation.outvars, len(names) + place))
-
-        def provided(var: Any) -> np.ndarray:
-            row = np.zeros(len(names) + len(self.again))
-            row[makers[var]] = 1
-            if var in self.named:
-                row[columns[self.named[var]]] = 1
-            return row
-
+        provided = self._providers(names)
         rows, needed = [], []
         for var in dict.fromkeys(variables(self.jaxpr.outvars)):
-            if var in makers:
-                rows.append(provided(var))
+            if var in provided:
+                rows.append(provided[var])
                 needed.append(1.0)
         for place, equation in enumerate(self.again):
             for var in dict.fromkeys(variables(equation.invars)):
-                if var in makers:
-                    row = provided(var)
+                if var in provided:
+                    # Zero is needed of what provides it, less one if this equation runs again.
+                    row = provided[var].copy()
                     row[len(names) + place] -= 1
                     rows.append(row)
                     needed.append(0.0)
         return np.array(rows), np.array(needed)
+
+    def _providers(self, names: list[str]) -> dict[Any, np.ndarray]:
+        """By each value that can run again, what can provide it, as a row of the program.
+
+        Its columns are the names and then the equations: one for the equation that makes the value,
+        and for the name by which it may be kept.
+        """
+        provided: dict[Any, np.ndarray] = {}
+        for place, equation in enumerate(self.again):
+            for var in equation.outvars:
+                row = np.zeros(len(names) + len(self.again))
+                row[len(names) + place] = 1
+                if var in self.named:
+                    row[names.index(self.named[var])] = 1
+                provided[var] = row
+        return provided
 
 
 def _with_residuals(block: Any) -> ClosedJaxpr:

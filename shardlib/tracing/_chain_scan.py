@@ -27,7 +27,7 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from shardlib.layouts._chain_schedules import Advance, Chain, ChainTable
-from shardlib.tracing._linearize import Partition
+from shardlib.tracing._linearize import Partition, instantiated
 
 
 def chain_scan(
@@ -51,8 +51,7 @@ def chain_scan(
     if traced is None:
         # What a loop refuses is refused in JAX's words. What it takes, it says the carry's dtypes
         # of: Python's numbers are promoted.
-        scan = partial(lax.scan, body, length=length, reverse=reverse)
-        shapes, _ = jax.eval_shape(scan, init, xs)
+        shapes, _ = jax.eval_shape(partial(lax.scan, body, length=length), init, xs)
         init = jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), init, shapes)
         traced = _trace(body, init, xs)
     assert traced is not None
@@ -88,6 +87,7 @@ def _trace(body: Any, init: Any, xs: Any) -> _Traced | None:
     closed, out = jax.make_jaxpr(body, return_shape=True)(init, x)
     if not isinstance(out, tuple) or len(out) != 2 or not _are_alike(init, out[0]):
         return None
+    # What a body closes over has gradients too, so that it becomes an argument.
     jaxpr = closed.jaxpr
     opened = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     operands = _Operands(list(closed.consts), jax.tree.leaves(init), jax.tree.leaves(xs))
@@ -121,7 +121,11 @@ class _ChainLoop:
     reverse: bool
 
     def run(self, operands: _Operands) -> tuple[list[Any], list[Any]]:
-        """The last carry, and what is stacked."""
+        """The last carry, and what is stacked, with a derivative that goes by the table.
+
+        JAX differentiates floats alone, so operands are taken apart by dtype and merged again.
+        """
+        # All as one list: a partition does not care which of them are carried.
         given = [*operands.consts, *operands.carry, *operands.xs]
         inputs, outputs = _differentiable(given), _differentiable(self.body.out_avals)
         # With symbolic zeros, each primal comes with whether it is differentiated. JAX takes no
@@ -134,12 +138,8 @@ class _ChainLoop:
             return outputs.split(self.evaluate(operands))
 
         def forwards(*primals: Any) -> Any:
-            floats, others = primals
-            moving = [True] * len(floats)
-            if symbolic_zeros:
-                moving = [primal.perturbed for primal in floats]
-                floats, others = custom_vjp_primal_tree_values(primals)
-            moving = self.split(inputs.merge(moving, [False] * len(others)))
+            floats, others, perturbed = _given_to_derivative(primals, symbolic_zeros)
+            moving = self.split(inputs.merge(perturbed, [False] * len(others)))
             results, saved = self.forward(self.split(inputs.merge(floats, others)))
             backward = partial(self.backward, moving)
             return outputs.split(results), jax.tree_util.Partial(backward, saved)
@@ -152,7 +152,10 @@ class _ChainLoop:
         return results[: self.counts.carry], results[self.counts.carry :]
 
     def split(self, inputs: list[Any]) -> _Operands:
-        """The consts, the carries and the scanned values of a list of all of them."""
+        """The consts, the carries and the scanned values of a list of all of them.
+
+        It takes apart lists of anything that there is one of for each input.
+        """
         consts, carry, _ = self.counts
         return _Operands(inputs[:consts], inputs[consts : consts + carry], inputs[consts + carry :])
 
@@ -170,7 +173,11 @@ class _ChainLoop:
         return [*carry, *ys]
 
     def forward(self, operands: _Operands) -> tuple[list[Any], _Saved]:
-        """The results, and what is kept for the backward pass."""
+        """The results, and what is kept for the backward pass.
+
+        Every layer writes its input to a place. Where the table keeps it in no slot, that is the
+        place of what is at hand, which the next layer overwrites: so all layers do the same.
+        """
         consts, init, xs = operands
         places = _rows(init, len(self.table.kept) + 1)
 
@@ -188,48 +195,54 @@ class _ChainLoop:
     def backward(self, moving: _Operands, saved: _Saved, cotangents: list[Any]) -> list[Any]:
         """The gradients of all inputs, None for those that have none.
 
-        `moving` says of each input whether it is differentiated.
+        Args:
+            moving: for each input whether it is differentiated.
+            saved: what the forward pass kept.
+            cotangents: those of the last carry and of what is stacked.
         """
-        carry = cotangents[: self.counts.carry]
+        layer = _Differentiated.of(self, moving, saved, cotangents)
+        carry = instantiated(layer.moving.carry.floats(cotangents[: self.counts.carry]))
         # Stacked outputs that the loss does not read have symbolic zeros, and are left out.
         ys = [one for one in cotangents[self.counts.carry :] if isinstance(one, jax.Array)]
-        differentiated = _Differentiated.of(self, moving, saved, cotangents)
-        carry = [_as_array(one) for one in differentiated.carries(carry)]
-        sums = [jnp.zeros_like(x) for x in differentiated.moving.consts.split(saved.consts)[0]]
+        sums = list(map(jnp.zeros_like, layer.moving.consts.floats(saved.consts)))
         places = _with_rows(saved.places, self.table.places)
-        first, end, place = _ticks(self.table)
-
-        def tick(carried: Any, scanned: Any) -> Any:
-            carry, sums, places = carried
-            first, end, place, x, y = scanned
-            places = self._advanced(saved, first, end, places)
-            gradients = differentiated(_read(places, place), x, [*carry, *y])
-            sums = jax.tree.map(jnp.add, sums, gradients.consts)
-            return (gradients.carry, sums, places), gradients.xs
-
-        numbers = [self._in_order(one) for one in (first, end, place)]
-        scanned = *numbers, saved.xs, ys
+        ticks = map(self._in_order, zip(*_ticks(self.table), strict=True))
         (carry, sums, _), xs = lax.scan(
-            tick, (carry, sums, places), scanned, reverse=not self.reverse
+            layer.tick,
+            (carry, sums, places),
+            (_Tick(*ticks), saved.xs, ys),
+            reverse=not self.reverse,
         )
-        return differentiated.gradients(_Operands(sums, carry, xs))
+        return layer.gradients(_Operands(sums, carry, xs))
 
-    def _advanced(self, saved: _Saved, first: Any, end: Any, places: list[Any]) -> list[Any]:
-        """The places after some of the table's evaluations, from the `first` to before `end`."""
-        advances = [one for one in self.table.actions if isinstance(one, Advance)]
-        if not advances:
+    def advanced(self, saved: _Saved, tick: "_Tick", places: list[Any]) -> list[Any]:
+        """The places after the table's evaluations of a tick.
+
+        How many there are differs by tick, and is known to the running program only.
+        """
+        table = self._advances()
+        # A table without any has no rows that a loop, even one of no turns, could read.
+        if not table:
             return places
-        layers, sources, targets = np.asarray(advances, np.int32).T
-        if self.reverse:
-            layers = self.table.layers - 1 - layers
-        table = [jnp.asarray(column) for column in (layers, sources, targets)]
 
         def advance(number: Any, places: list[Any]) -> list[Any]:
             layer, source, target = _read(table, number)
             state, _ = self.layer(saved.consts, _read(places, source), _read(saved.xs, layer))
             return _written(places, target, state)
 
-        return lax.fori_loop(first, end, advance, places)
+        return lax.fori_loop(tick.first, tick.end, advance, places)
+
+    def _advances(self) -> list[Any]:
+        """The table's evaluations as arrays: their layers, sources and targets; empty if none."""
+        advances = [one for one in self.table.actions if isinstance(one, Advance)]
+        if not advances:
+            return []
+        # A table of numbers, which one loop reads row by row: a program of all actions would grow
+        # with the layers.
+        layers, sources, targets = np.asarray(advances, np.int32).T
+        if self.reverse:
+            layers = self.table.layers - 1 - layers
+        return list(map(jnp.asarray, (layers, sources, targets)))
 
     def _in_order(self, numbers: Sequence[int]) -> np.ndarray:
         """Numbers of layers from the first to the last, in the order in which `xs` has them."""
@@ -241,9 +254,13 @@ class _ChainLoop:
 class _Differentiated:
     """The derivative of one layer, with respect to those of its inputs that move.
 
-    `moving` has, for each kind of inputs, which are differentiated: all floats that are carried,
-    and those of the others that the loss moves with. `live` has the outputs whose cotangents there
-    are: all floats that are carried, and those that are stacked and read.
+    Attributes:
+        loop: the loop that it is a layer of.
+        moving: for each kind of inputs, which are differentiated: all floats that are carried, and
+            those of the others that the loss moves with.
+        live: the outputs whose cotangents there are: all floats that are carried, and those that
+            are stacked and read.
+        saved: what the loop has kept.
     """
 
     loop: _ChainLoop
@@ -255,7 +272,14 @@ class _Differentiated:
     def of(
         cls, loop: _ChainLoop, moving: _Operands, saved: _Saved, cotangents: list[Any]
     ) -> "_Differentiated":
-        """That of a loop: `moving` says it of each input, and cotangents may be symbolic."""
+        """That of a loop.
+
+        Args:
+            loop: the loop.
+            moving: for each input whether the loss moves with it.
+            saved: what the forward pass kept.
+            cotangents: those of the results, symbolic where they are known to be zero.
+        """
         is_float = _differentiable(loop.body.out_avals[: loop.counts.carry]).is_float
         stacked = cotangents[loop.counts.carry :]
         live = (*is_float, *[isinstance(one, jax.Array) for one in stacked])
@@ -264,23 +288,35 @@ class _Differentiated:
         )
         return cls(loop, partitions, Partition(live), saved)
 
-    def carries(self, values: list[Any]) -> list[Any]:
-        """Those of the carries that are differentiated."""
-        return self.moving.carry.split(values)[0]
+    def tick(self, carried: Any, scanned: Any) -> tuple[Any, list[Any]]:
+        """Go back by one layer: the table's evaluations before it, and then its derivative.
+
+        Args:
+            carried: the gradients of the carry behind the layer, the sums of those of constants,
+                and the places.
+            scanned: the layer's `_Tick`, its part of the stacks, and the cotangents of its outputs.
+        """
+        carry, sums, places = carried
+        tick, x, y = scanned
+        places = self.loop.advanced(self.saved, tick, places)
+        gradients = self(_read(places, tick.place), x, [*carry, *y])
+        sums = list(map(jnp.add, sums, gradients.consts))
+        return (gradients.carry, sums, places), gradients.xs
 
     def __call__(self, state: list[Any], x: list[Any], cotangents: list[Any]) -> _Operands:
-        """The gradients of the inputs that move, at the input of a layer."""
-        moved, fixed = [], []
-        for partition, given in zip(self.moving, (self.saved.consts, state, x), strict=True):
-            floats, others = partition.split(given)
-            moved.append(floats)
-            fixed.append(others)
+        """The gradients of the inputs that move, at the input of a layer.
 
-        def layer(moved: list[Any]) -> list[Any]:
-            parts = zip(self.moving, moved, fixed, strict=True)
-            operands = [partition.merge(*values) for partition, *values in parts]
-            carry, y = self.loop.layer(*operands)
-            return self.live.split([*carry, *y])[0]
+        Args:
+            state: what the layer was given by the one before.
+            x: its part of the stacks.
+            cotangents: those of the outputs that are `live`.
+        """
+        inputs = self.saved.consts, state, x
+        moved, fixed = zip(*map(Partition.split, self.moving, inputs), strict=True)
+
+        def layer(moved: tuple[list[Any], ...]) -> list[Any]:
+            carry, y = self.loop.layer(*map(Partition.merge, self.moving, moved, fixed))
+            return self.live.floats([*carry, *y])
 
         _, backward = jax.vjp(layer, moved)
         (gradients,) = backward(cotangents)
@@ -290,28 +326,61 @@ class _Differentiated:
         """The gradients of all inputs of the loop, None for those that do not move."""
         every: list[Any] = []
         for partition, gradients in zip(self.moving, moved, strict=True):
-            others = len(partition.is_float) - len(gradients)
-            every += partition.merge(gradients, [None] * others)
+            every += partition.gradients(gradients)
         return every
 
 
-def _ticks(table: ChainTable) -> tuple[list[int], list[int], list[int]]:
-    """For each layer, which evaluations come before it is differentiated, and the place of its
-    input: the number of the first, the one behind the last, and the place.
+class _Tick(NamedTuple):
+    """What the backward pass does at a layer, by the numbers of the table's evaluations.
+
+    First come those from `first` to before `end`, then the derivative at the input in a `place`.
     """
-    first, end, place = ([0] * table.layers for _ in range(3))
+
+    first: Any
+    end: Any
+    place: Any
+
+
+def _ticks(table: ChainTable) -> list[_Tick]:
+    """What the backward pass does at each layer, from the first to the last.
+
+    Here the inputs of layers 0 and 2 are kept. Layer 3 has its input at hand, in place 0. Before
+    layer 1 is differentiated, its input is made by the table's evaluation number 0, of layer 0:
+
+    >>> from shardlib.layouts._chain_schedules import Every
+    >>> for tick in _ticks(Every(2).table(4)):
+    ...     print(tick)
+    _Tick(first=1, end=1, place=1)
+    _Tick(first=0, end=1, place=0)
+    _Tick(first=0, end=0, place=2)
+    _Tick(first=0, end=0, place=0)
+    """
+    # Each of them is replaced: a table differentiates every layer once.
+    ticks = [_Tick(0, 0, 0)] * table.layers
     before = done = 0
     for action in table.actions:
         if isinstance(action, Advance):
             done += 1
         else:
-            first[action.layer], end[action.layer], place[action.layer] = (
-                before,
-                done,
-                action.source,
-            )
+            ticks[action.layer] = _Tick(before, done, action.source)
             before = done
-    return first, end, place
+    return ticks
+
+
+def _given_to_derivative(
+    primals: tuple[list[Any], list[Any]], symbolic_zeros: bool
+) -> tuple[list[Any], list[Any], list[bool]]:
+    """The floats and the other values of a loop that is differentiated, from JAX's primals.
+
+    The third list says which of the floats the loss moves with. Without symbolic zeros JAX does not
+    say it, so that all count.
+    """
+    floats, others = primals
+    if not symbolic_zeros:
+        return floats, others, [True] * len(floats)
+    perturbed = [primal.perturbed for primal in floats]
+    floats, others = custom_vjp_primal_tree_values(primals)
+    return floats, others, perturbed
 
 
 def _differentiable(values: Sequence[Any]) -> Partition:
@@ -321,13 +390,6 @@ def _differentiable(values: Sequence[Any]) -> Partition:
         is_array = not isinstance(value, jax.Ref)
         is_float.append(is_array and jnp.issubdtype(value.dtype, jnp.inexact))
     return Partition(tuple(is_float))
-
-
-def _as_array(cotangent: Any) -> Any:
-    """A cotangent as an array: JAX leaves one that is known to be zero symbolic."""
-    if isinstance(cotangent, jax.Array):
-        return cotangent
-    return jnp.zeros(cotangent.shape, cotangent.dtype)
 
 
 def _rows(values: list[Any], count: int) -> list[Any]:
@@ -347,9 +409,14 @@ def _with_rows(buffers: list[Any], count: int) -> list[Any]:
 
 
 def _read(buffers: list[Any], row: Any) -> list[Any]:
+    """One row of each buffer."""
     return [lax.dynamic_index_in_dim(buffer, row, keepdims=False) for buffer in buffers]
 
 
 def _written(buffers: list[Any], row: Any, values: list[Any]) -> list[Any]:
+    """The buffers with a row of each replaced.
+
+    XLA does so in place where a loop carries them.
+    """
     pairs = zip(buffers, values, strict=True)
     return [lax.dynamic_update_index_in_dim(buffer, x, row, 0) for buffer, x in pairs]

@@ -152,7 +152,10 @@ def _walk_scan(equation: Any, place: _Place, count: _Count) -> None:
 
 
 def _walk_while(equation: Any, place: _Place, count: _Count) -> None:
-    """Add a loop whose length is not known, which counts as one round."""
+    """Add a loop whose length is not known, which counts as one round.
+
+    If it has products, it is noted as unknown, so that nobody takes the count for all there is.
+    """
     inner = _Count()
     _walk_held(equation, place.inside(equation), inner)
     if inner.total:
@@ -193,6 +196,7 @@ def _walk_kernel(equation: Any, place: _Place, count: _Count) -> None:
     branches = [inner for inner in body.eqns if inner.primitive.name == "cond"]
     always = [inner for inner in body.eqns if inner.primitive.name != "cond"]
     inside = place.inside(equation, steps)
+    # A kernel without branches has an empty one, so that there always is a largest.
     found, counts = _Count(), [_Count()]
     _walk(body.replace(eqns=always), inside, found)
     for branch in branches:
@@ -206,9 +210,11 @@ def _walk_kernel(equation: Any, place: _Place, count: _Count) -> None:
 
 def _computing_steps(equation: Any, place: _Place, grid: tuple[Any, ...]) -> int | None:
     """How many steps of a kernel's grid compute something; None if that is not known."""
+    # A kernel knows better than its grid, of which a mask may leave little.
     said = re.findall(rf"{STEPS}_(\w+)", f"{place.scopes}/{_scope_of(equation)}")
     if said:
         return int(said[-1]) if said[-1] != UNKNOWN else None
+    # A grid may depend on values that only the running program has.
     if not all(isinstance(size, int) for size in grid):
         return None
     return math.prod(grid)
@@ -223,6 +229,7 @@ def _walk_gpu_kernel(equation: Any, place: _Place, count: _Count) -> None:
 def _kernel_name(equation: Any) -> str:
     """The name that a kernel was given."""
     params = equation.params
+    # Versions of JAX keep it in different places.
     name = params.get("name") or getattr(params.get("name_and_src_info"), "name", "")
     return str(name or equation.primitive.name)
 

@@ -80,6 +80,15 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
+def picked(values: Any, keys: Iterable[Any]) -> list[Any]:
+    """The values of a list at some positions, or those of a mapping under some keys.
+
+    >>> picked(["embed", "up", "down"], [2, 0])
+    ['down', 'embed']
+    """
+    return [values[key] for key in keys]
+
+
 def shapes_of(atoms: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
     """The shapes and dtypes of atoms, to trace a function with in their place."""
     return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
@@ -152,7 +161,7 @@ def made_of(jaxpr: Jaxpr, wanted: Sequence[Any], values: dict[Any, Any]) -> list
     equations = behind(jaxpr, wanted, values)
     inputs = inputs_of(equations)
     outputs = list(dict.fromkeys(var for var in variables(wanted) if var not in values))
-    results = Stretch(jaxpr, equations, inputs, outputs)([values[var] for var in inputs])
+    results = Stretch(jaxpr, equations, inputs, outputs)(picked(values, inputs))
     computed = dict(zip(outputs, results, strict=True))
     return values_of(wanted, {**values, **computed})
 
@@ -206,7 +215,7 @@ def _evaluate_stretch(
     outputs = []
     for equation in equations:
         outputs += [variable for variable in equation.outvars if variable in read]
-    results = Stretch(jaxpr, equations, inputs, outputs)([values[var] for var in inputs])
+    results = Stretch(jaxpr, equations, inputs, outputs)(picked(values, inputs))
     values.update(zip(outputs, results, strict=True))
 
 

@@ -46,6 +46,8 @@ def with_policies_of_layers(closed: ClosedJaxpr) -> ClosedJaxpr:
             asked = equation.params["policy"]
     if asked is None:
         return closed
+    # How many blocks there are is known here only, so that a number which does not fit is refused
+    # here.
     values = asked.remat.of_blocks(_count(closed.jaxpr))
     policies = iter([policy_of(kept) for kept in values])
     return closed.replace(jaxpr=_assigned(closed.jaxpr, policies))
@@ -59,6 +61,7 @@ def _count(jaxpr: Jaxpr) -> int:
     """How many blocks that differ by layer are evaluated by a jaxpr. Blocks in blocks count not."""
     count = 0
     for equation in jaxpr.eqns:
+        # A block within a block is computed again with it, and has nothing to choose.
         if _stands_in(equation):
             count += 1
             continue
@@ -70,29 +73,40 @@ def _count(jaxpr: Jaxpr) -> int:
 
 
 def _assigned(jaxpr: Jaxpr, policies: Iterator[Policy]) -> Jaxpr:
-    """A jaxpr in which each block that stands in has the next policy."""
+    """A jaxpr in which each block that stands in has the next policy.
+
+    A loop takes as many as it has blocks in all of its iterations.
+    """
 
     def exchanged(equation: Any) -> Any:
         if _stands_in(equation):
             return _with_policy(equation, next(policies))
         if equation.primitive.name != "scan":
             return _with_functions(equation, lambda inner: _assigned(inner, policies))
-        body, length = equation.params["jaxpr"], equation.params["length"]
-        blocks = _count(body.jaxpr)
-        # Layer by layer, as the loop calls them; then the policies of each block of the body.
-        in_order = list(itertools.islice(policies, blocks * length))
-        of_blocks = []
-        for block in range(blocks):
-            of_blocks.append(_of_loop(equation, tuple(in_order[block::blocks])))
+        of_blocks = _policies_of_body(equation, policies)
         return _with_functions(equation, lambda inner: _assigned(inner, iter(of_blocks)))
 
-    def _of_loop(equation: Any, by_iteration: tuple[Policy, ...]) -> Policy:
-        if len(set(by_iteration)) == 1:
-            return by_iteration[0]
-        asked = next(filter(_stands_in, every_equation(equation.params["jaxpr"].jaxpr)))
-        return LoopPolicy(asked.params["policy"], by_iteration)
+    return jaxpr.replace(eqns=list(map(exchanged, jaxpr.eqns)))
 
-    return jaxpr.replace(eqns=[exchanged(equation) for equation in jaxpr.eqns])
+
+def _policies_of_body(loop: Any, policies: Iterator[Policy]) -> list[Policy]:
+    """The policy of each block in the body of a loop, of the next policies by layer.
+
+    One that differs between iterations is a `LoopPolicy`.
+    """
+    body, length = loop.params["jaxpr"].jaxpr, loop.params["length"]
+    blocks = _count(body)
+    # They come layer by layer, as the loop calls its blocks.
+    in_order = list(itertools.islice(policies, blocks * length))
+    of_blocks: list[Policy] = []
+    for block in range(blocks):
+        by_iteration = tuple(in_order[block::blocks])
+        if len(set(by_iteration)) == 1:
+            of_blocks.append(by_iteration[0])
+        else:
+            asked = next(filter(_stands_in, every_equation(body))).params["policy"]
+            of_blocks.append(LoopPolicy(asked, by_iteration))
+    return of_blocks
 
 
 def _with_policy(equation: Any, policy: Policy) -> Any:
@@ -140,13 +154,18 @@ def holds_runs(equation: Any) -> bool:
 
 
 def bodies_of_runs(body: ClosedJaxpr, length: int) -> list[tuple[int, ClosedJaxpr]]:
-    """The bodies of a loop whose layers differ, each with the iteration before which it stops."""
+    """The bodies of a loop whose layers differ, each with the iteration before which it stops.
+
+    Iterations that follow each other and keep the same share one. A loop without a `LoopPolicy` has
+    one body for all.
+    """
     policies = []
     for equation in every_equation(body.jaxpr):
         if is_block(equation) and isinstance(equation.params["policy"], LoopPolicy):
             policies.append(equation.params["policy"].by_iteration)
     bodies = []
     start = 0
+    # Policies are functions: those of layers that keep the same are the same object.
     for stop in range(1, length + 1):
         if stop < length and all(of[stop] is of[start] for of in policies):
             continue
@@ -159,6 +178,7 @@ def _of_iteration(jaxpr: Jaxpr, iteration: int) -> Jaxpr:
     """The body of a loop with the policies of one of its iterations."""
     equations = []
     for equation in jaxpr.eqns:
+        # Blocks may be inside of calls that the body makes.
         equation = _with_functions(equation, lambda inner: _of_iteration(inner, iteration))
         if is_block(equation) and isinstance(equation.params["policy"], LoopPolicy):
             policy = equation.params["policy"].by_iteration[iteration]

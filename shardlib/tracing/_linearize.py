@@ -39,7 +39,11 @@ class Partition:
         return cls(tuple(is_float))
 
     def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The floats and the others of a list."""
+        """The floats and the others of a list.
+
+        >>> Partition((True, False, True)).split(["weight", "step", "bias"])
+        (['weight', 'bias'], ['step'])
+        """
         floats: list[Any] = []
         others: list[Any] = []
         for value, is_float in zip(values, self.is_float, strict=True):
@@ -49,8 +53,26 @@ class Partition:
                 others.append(value)
         return floats, others
 
+    def floats(self, values: Sequence[Any]) -> list[Any]:
+        """The floats of a list alone."""
+        return self.split(values)[0]
+
+    def gradients(self, of_floats: Sequence[Any]) -> list[Any]:
+        """The gradients of all values, from those of the floats: the others have None.
+
+        >>> Partition((True, False, True)).gradients([0.5, 0.25])
+        [0.5, None, 0.25]
+        """
+        others = len(self.is_float) - len(of_floats)
+        return self.merge(of_floats, [None] * others)
+
     def merge(self, floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """The list again, from its floats and its others."""
+        """The list again, from its floats and its others.
+
+        >>> partition = Partition((True, False, True))
+        >>> partition.merge(*partition.split(["weight", "step", "bias"]))
+        ['weight', 'step', 'bias']
+        """
         next_float, next_other = iter(floats), iter(others)
         values = []
         for is_float in self.is_float:
@@ -126,10 +148,7 @@ class _Linearized:
         residuals = self._residuals(kept, whole)
         perturbed_gradients, weight_gradients = self.tree.unflatten(residuals)(gradients)
         # Floats that are not differentiated get None in place of a gradient.
-        next_gradient = iter(perturbed_gradients)
-        float_gradients = []
-        for moves in self.perturbed:
-            float_gradients.append(next(next_gradient) if moves else None)
+        float_gradients = Partition(tuple(self.perturbed)).gradients(perturbed_gradients)
         return float_gradients, weight_gradients
 
     def _residuals(self, kept: list[Any], whole: list[Any]) -> list[Any]:

@@ -87,7 +87,11 @@ class LookupInParts:
         return dim
 
     def look_up(self, table: jax.Array, indices: jax.Array) -> jax.Array:
-        """The rows, with the gather's own rule for indices that are out of range."""
+        """The rows, with the gather's own rule for indices that are out of range.
+
+        These clip to the first or the last row, give the filling value, or are promised not to
+        occur.
+        """
         mode = self.equation.params["mode"]
         table = laid_out(table, self.spec)
         layout = _layout_of_parts(self.equation, self.axes, self.spec, self.batch_axes)
@@ -106,7 +110,10 @@ class LookupInParts:
         return rows
 
     def part(self, table: jax.Array, indices: jax.Array) -> jax.Array:
-        """What one device does with its part of the table: rows of others count as zero."""
+        """What one device does with its part of the table: rows of others count as zero.
+
+        No two devices have the row of an index, so that the sum over all devices is that row.
+        """
         count = table.shape[self.dim]
         shard_offset = lax.axis_index(self.axes) * count
         local = indices - shard_offset.astype(indices.dtype)
@@ -285,7 +292,10 @@ def scattered(equation: Any, operands: Sequence[jax.Array]) -> jax.Array:
 
 
 def along_whole_dim(equation: Any, operands: Sequence[jax.Array], dim: int) -> Any:
-    """The same sort or `top_k`, of operands that are whole along its dim."""
+    """The same sort or `top_k`, of operands that are whole along its dim.
+
+    XLA's partitioner is free to split them along all other dims.
+    """
     dim = range(operands[0].ndim)[dim]  # which may count from the end
     spec = spec_by_dim(equation.invars[0], lambda d: None if d == dim else FREE)
     return bind(equation, [laid_out(x, spec) for x in operands])

@@ -120,7 +120,12 @@ class _Rewriting:
         self.batch_axes = batch_axes
 
     def jaxpr(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> tuple[Jaxpr, list[_Value]]:
-        """The jaxpr with lookups in other forms, and what is known of its outputs."""
+        """The jaxpr with lookups in other forms, and what is known of its outputs.
+
+        Args:
+            jaxpr: what is rewritten.
+            inputs: what is known of each of its inputs.
+        """
         known = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> _Value:

@@ -30,7 +30,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from shardlib.tracing._jaxpr import readers_of, relocated
+from shardlib.tracing._jaxpr import picked, readers_of, relocated
 from shardlib.tracing._linearize import Partition, derivative, instantiated
 
 
@@ -420,7 +420,7 @@ def _barrier(*trees: Any) -> Any:
     for position, leaf in enumerate(leaves):
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             positions.append(position)
-    behind = lax.optimization_barrier([leaves[position] for position in positions])
+    behind = lax.optimization_barrier(picked(leaves, positions))
     for position, leaf in zip(positions, behind, strict=True):
         leaves[position] = leaf
     return treedef.unflatten(leaves)

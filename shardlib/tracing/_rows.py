@@ -13,64 +13,21 @@ Each value is known by the dim along which its rows lie, or is whole. An equatio
 evaluated by a rule, which says along which dim the rows of its results lie, and refuses if they
 depend on other rows. So what is computed is what the trace says; nothing is traced anew, and no
 constant of the trace can be another one. An operation that has no rule is refused, too.
+
+The rules of single operations have a file of their own. Here are those of calls, branches and
+loops, which evaluate the functions that they hold in the same way.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
 from shardlib.tracing._jaxpr import JITS, Stretch, open_jaxpr, scan_parts, variables
-
-ELEMENTWISE = {
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p", "cos",
-    "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
-    "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
-    "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "population_count", "pow",
-    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor",
-}  # fmt: skip
-"""Operations of which each result depends on the corresponding elements of the operands only.
-
-The operands have the shape of the result, or none.
-"""
-
-
-class MixesRowsError(Exception):
-    """Rows of a result depend on other rows of the arguments, or it cannot be told.
-
-    `equation` is the one of the evaluated jaxpr, which may hold the one that is to blame.
-    """
-
-    def __init__(self, reason: str, equation: Any = None) -> None:
-        super().__init__(reason)
-        self.equation = equation
-
-
-@dataclass(frozen=True)
-class Rows:
-    """So many rows, from one on whose number may be known to the running program only."""
-
-    start: Any
-    count: int
-    total: int  # how many there are in all
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A value: some rows of it, which lie along a dim, or the whole where that is None."""
-
-    value: Any
-    dim: int | None = None
-    # How a whole value is made of a smaller one, by `broadcast_in_dim`: its rows are made so too.
-    spread: tuple[Any, Any] | None = None
+from shardlib.tracing._row_rules import RULES, MixesRowsError, Part, Rows, Rule, cut, resized
 
 
 def evaluate_rows(
@@ -79,44 +36,35 @@ def evaluate_rows(
     """Evaluate a jaxpr for some rows.
 
     Raises `MixesRowsError` where its results for these rows take more than these rows.
+
+    Args:
+        jaxpr: the function.
+        consts: the values of its constants, which are whole.
+        parts: its arguments: some rows of them, or the whole of those that have no rows.
+        rows: which rows these are.
     """
+    # Each variable of the trace is known as what there is of it: some rows, or the whole.
     known: dict[Any, Part] = dict(zip(jaxpr.invars, parts, strict=True))
-    for var, value in zip(jaxpr.constvars, consts, strict=True):
-        known[var] = Part(value)
+    known.update(zip(jaxpr.constvars, map(Part, consts), strict=True))
     for equation in jaxpr.eqns:
-        operands = [_part_of(atom, known) for atom in equation.invars]
-        if all(operand.dim is None for operand in operands):
-            results = _whole(jaxpr, equation, operands)
-        else:
+        operands = _parts_of(equation.invars, known)
+        if any(operand.has_rows for operand in operands):
             results = _by_rule(equation, operands, rows)
+        else:
+            results = _whole(jaxpr, equation, operands)
         known.update(zip(equation.outvars, results, strict=True))
-    return [_part_of(atom, known) for atom in jaxpr.outvars]
+    return _parts_of(jaxpr.outvars, known)
 
 
-def cut(part: Part, dim: int, rows: Rows) -> Part:
-    """The rows of a value that is whole, along a dim; those of one that has rows there already."""
-    if part.dim == dim:
-        return part
-    if part.dim is not None:
-        raise MixesRowsError(f"rows along dim {part.dim} meet rows along dim {dim}")
-    if part.spread is not None:
-        return _cut_spread(*part.spread, dim, rows)
-    return Part(lax.dynamic_slice_in_dim(part.value, rows.start, rows.count, dim), dim)
-
-
-def _cut_spread(operand: Any, params: Any, dim: int, rows: Rows) -> Part:
-    """The rows of a value that is spread by `broadcast_in_dim`, without spreading the others."""
-    dims = params["broadcast_dimensions"]
-    if dim in dims and jnp.shape(operand)[dims.index(dim)] > 1:
-        operand = cut(Part(operand), dims.index(dim), rows).value
-    shape = _resized(params["shape"], dim, rows.count)
-    return Part(lax.broadcast_in_dim(operand, shape, dims), dim)
-
-
-def _part_of(atom: Any, known: dict[Any, Part]) -> Part:
-    if isinstance(atom, Literal):
-        return Part(atom.val)
-    return known[atom]
+def _parts_of(atoms: Sequence[Any], known: dict[Any, Part]) -> list[Part]:
+    """What is known of each atom; a literal is whole."""
+    parts = []
+    for atom in atoms:
+        if isinstance(atom, Literal):
+            parts.append(Part(atom.val))
+        else:
+            parts.append(known[atom])
+    return parts
 
 
 def _whole(jaxpr: Jaxpr, equation: Any, operands: list[Part]) -> list[Part]:
@@ -128,343 +76,252 @@ def _whole(jaxpr: Jaxpr, equation: Any, operands: list[Part]) -> list[Part]:
             values[atom] = operand.value
     outputs = variables(equation.outvars)
     results = Stretch(jaxpr, [equation], list(values), outputs)(list(values.values()))
+    # An optimizer's constants are spread over whole stacks: the rows of these are made one by one
+    # instead.
     if equation.primitive.name == "broadcast_in_dim":
         return [Part(results[0], spread=(operands[0].value, equation.params))]
-    return [Part(result) for result in results]
+    return list(map(Part, results))
 
 
 def _by_rule(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    """The results of an equation that reads rows."""
+    """The results of an equation that reads rows.
+
+    An error names this equation, also where the one to blame is in a function that it holds: who
+    evaluates the trace knows the equations of the trace alone.
+    """
     name = equation.primitive.name
-    if name in ELEMENTWISE:
-        rule: Callable[..., list[Part]] | None = _elementwise
-    else:
-        rule = _RULES.get(name)
     try:
-        if rule is None:
+        if name not in _ALL_RULES:
             raise MixesRowsError(f"`{name}` may mix rows")
-        return rule(equation, operands, rows)
+        return _ALL_RULES[name](equation, operands, rows)
     except MixesRowsError as error:
         raise MixesRowsError(str(error), equation) from error
 
 
-def _evaluated(equation: Any, values: Sequence[Any], dims: Sequence[int], **changes: Any) -> Any:
-    """The results of an equation's primitive, with other parameters where they name sizes."""
-    results = equation.primitive.bind(*values, **{**equation.params, **changes})
-    if not equation.primitive.multiple_results:
-        results = [results]
-    return [Part(result, dim) for result, dim in zip(results, dims, strict=True)]
+@dataclass(frozen=True, eq=False)
+class _RowFunction:
+    """A traced function that an equation holds, such as the body of a loop, for some rows."""
 
+    function: Any
+    rows: Rows
 
-def _row_dim(operands: Sequence[Part]) -> int:
-    """The dim along which the rows of all operands lie that have some."""
-    dims = {operand.dim for operand in operands if operand.dim is not None}
-    if len(dims) != 1:
-        raise MixesRowsError(f"rows along the dims {sorted(dims)} meet")
-    return dims.pop()
+    def __call__(self, parts: Sequence[Part]) -> list[Part]:
+        jaxpr, consts = open_jaxpr(self.function), getattr(self.function, "consts", [])
+        return evaluate_rows(jaxpr, consts, parts, self.rows)
 
+    def dims(self, parts: Sequence[Part]) -> list[int | None]:
+        """The dims along which the rows of its results lie; nothing is computed.
 
-def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
+        The values of the parts may be shapes.
+        """
+        dims: list[int | None] = []
 
+        def values_of_results(values: list[Any]) -> list[Any]:
+            results = self(_with_values(parts, values))
+            dims.extend(result.dim for result in results)
+            return _values(results)
 
-def _refuse_dims(equation: Any, dim: int, dims: Sequence[int]) -> None:
-    if dim in dims:
-        raise MixesRowsError(f"`{equation.primitive.name}` goes over all rows")
+        # Rules run on shapes too, and refuse on shapes what they would refuse on arrays.
+        jax.eval_shape(values_of_results, _values(parts))
+        return dims
 
+    def settled(
+        self, init: Sequence[Part], before: Sequence[Part], after: Sequence[Part] = ()
+    ) -> list[Part]:
+        """The first carries of a loop with this body, with rows where the body makes rows of them.
 
-# The dims of results
+        Args:
+            init: the first carries as they are given. They are the first results of the body.
+            before: what the body reads before the carries.
+            after: what it reads after them, as one iteration gets it.
+        """
+        settled = list(init)
+        # Each round but the last finds another carry that has rows.
+        for _ in range(len(settled) + 1):
+            # A carry that got rows may give rows to another one in the next round.
+            dims = self.dims([*before, *settled, *after])[: len(settled)]
+            found = False
+            for position, (carry, dim) in enumerate(zip(settled, dims, strict=True)):
+                if dim is not None and not carry.has_rows:
+                    settled[position], found = cut(carry, dim, self.rows), True
+            if not found:
+                break
+        return settled
 
+    def aligned(self, parts: Sequence[Part], dims: Sequence[int | None]) -> list[Any]:
+        """The values of results as another evaluation has them, with rows along these dims.
 
-def _elementwise(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    dim = _row_dim(operands)
-    values = []
-    for operand in operands:
-        # An operation may spread a scalar, or a dim of one, over all rows by itself.
-        if operand.dim is not None or jnp.shape(operand.value)[dim:][:1] not in ((), (1,)):
-            operand = cut(operand, dim, rows)
-        values.append(operand.value)
-    return _evaluated(equation, values, [dim])
-
-
-def _broadcast_in_dim(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    dim = equation.params["broadcast_dimensions"][operands[0].dim]
-    shape = _resized(equation.params["shape"], dim, rows.count)
-    return _evaluated(equation, [operands[0].value], [dim], shape=shape)
-
-
-def _reshape(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    """A reshape of the dims before the rows and of those after them."""
-    shape, dim = equation.invars[0].aval.shape, operands[0].dim
-    assert dim is not None
-    before, new_shape = math.prod(shape[:dim]), equation.params["new_sizes"]
-    for new_dim, size in enumerate(new_shape):
-        if size == shape[dim] and math.prod(new_shape[:new_dim]) == before:
-            sizes = _resized(new_shape, new_dim, rows.count)
-            return _evaluated(equation, [operands[0].value], [new_dim], new_sizes=sizes)
-    raise MixesRowsError("`reshape` joins rows with another dim")
-
-
-def _transpose(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    dim = equation.params["permutation"].index(operands[0].dim)
-    return _evaluated(equation, [operands[0].value], [dim])
-
-
-def _removing(param: str) -> Callable[..., list[Part]]:
-    """The rule of an operation that removes the dims in a parameter."""
-
-    def rule(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-        dim = _row_dim(operands)
-        removed = equation.params[param]
-        _refuse_dims(equation, dim, removed)
-        dim -= sum(other < dim for other in removed)
-        return _evaluated(equation, [operands[0].value], [dim])
-
-    return rule
-
-
-def _along(param: str) -> Callable[..., list[Part]]:
-    """The rule of an operation of one or several arrays along the dims in a parameter."""
-
-    def rule(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-        dim = _row_dim(operands)
-        along = equation.params[param]
-        _refuse_dims(equation, dim, along if isinstance(along, tuple) else (along,))
-        values = [cut(operand, dim, rows).value for operand in operands]
-        return _evaluated(equation, values, [dim] * len(equation.outvars))
-
-    return rule
-
-
-def _slice(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    dim = _row_dim(operands)
-    limits, strides = equation.params["limit_indices"], equation.params["strides"]
-    if equation.outvars[0].aval.shape[dim] != rows.total or (strides and strides[dim] != 1):
-        raise MixesRowsError("`slice` takes some of the rows")
-    limits = _resized(limits, dim, rows.count)
-    return _evaluated(equation, [operands[0].value], [dim], limit_indices=limits)
-
-
-def _dot_general(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    """A product for each row, or one in which the rows are a dim of the result."""
-    contracted, batched = equation.params["dimension_numbers"]
-    left, right = operands
-    for operand, own in zip(operands, contracted, strict=True):
-        if operand.dim is not None:
-            _refuse_dims(equation, operand.dim, own)
-    for position, (left_dim, right_dim) in enumerate(zip(*batched, strict=True)):
-        if left.dim == left_dim or right.dim == right_dim:
-            values = [cut(left, left_dim, rows).value, cut(right, right_dim, rows).value]
-            return _evaluated(equation, values, [position])
-    if left.dim is not None and right.dim is not None:
-        raise MixesRowsError("`dot_general` multiplies each row by each")
-    dim = len(batched[0])
-    for operand, atom, own, pairs in zip(
-        operands, equation.invars, contracted, batched, strict=True
-    ):
-        taken = {*own, *pairs}
-        free = [at for at in range(len(atom.aval.shape)) if at not in taken]
-        if operand.dim is not None:
-            dim += free.index(operand.dim)
-            break
-        dim += len(free)
-    return _evaluated(equation, [left.value, right.value], [dim])
-
-
-def _placed(param: str) -> Callable[..., list[Part]]:
-    """The rule of an operation that says over which axes an array is split, as in a parameter."""
-
-    def rule(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-        dim = _row_dim(operands)
-        sharding = equation.params[param]
-        is_named = isinstance(sharding, jax.sharding.NamedSharding)
-        if not is_named or sharding.spec[dim:][:1] not in ((), (None,)):
-            raise MixesRowsError(f"`{equation.primitive.name}` splits the rows: {sharding}")
-        return _evaluated(equation, [operands[0].value], [dim])
-
-    return rule
-
-
-# Calls, branches and loops
-
-
-def _call(param: str) -> Callable[..., list[Part]]:
-    """The rule of an operation that calls the function in a parameter."""
-
-    def rule(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-        return _evaluate_function(equation.params[param], operands, rows)
-
-    return rule
-
-
-def _evaluate_function(function: Any, parts: Sequence[Part], rows: Rows) -> list[Part]:
-    return evaluate_rows(open_jaxpr(function), getattr(function, "consts", []), parts, rows)
-
-
-def _dims_of(function: Any, parts: Sequence[Part], rows: Rows) -> list[int | None]:
-    """The dims along which the rows of a function's results lie; nothing is computed."""
-    dims: list[int | None] = []
-
-    def values_of_results(values: list[Any]) -> list[Any]:
-        given = _with_values(parts, values)
-        results = _evaluate_function(function, given, rows)
-        dims.extend(result.dim for result in results)
-        return [result.value for result in results]
-
-    jax.eval_shape(values_of_results, [part.value for part in parts])
-    return dims
-
-
-def _with_values(parts: Sequence[Part], values: Sequence[Any]) -> list[Part]:
-    """The same parts of other values, of which nobody knows what they were made of."""
-    return [Part(value, part.dim) for part, value in zip(parts, values, strict=True)]
-
-
-def _aligned(parts: Sequence[Part], dims: Sequence[int | None], rows: Rows) -> list[Part]:
-    """Parts whose rows lie along these dims; a value that is to be whole must be."""
-    aligned = []
-    for part, dim in zip(parts, dims, strict=True):
-        if dim is not None:
-            part = cut(part, dim, rows)
-        elif part.dim is not None:
-            raise MixesRowsError("a loop or a branch makes rows of a whole value")
-        aligned.append(part)
-    return aligned
-
-
-def _settled(
-    function: Any,
-    before: Sequence[Part],
-    init: Sequence[Part],
-    after: Sequence[Part],
-    rows: Rows,
-) -> list[Part]:
-    """The first carries of a loop, with rows where its body makes rows of them.
-
-    Args:
-        function: the body, of `before`, the carries and `after`; its first results are carries.
-        before: what the body reads before the carries.
-        init: the first carries.
-        after: what the body reads after them, as one iteration gets it.
-        rows: the rows that are evaluated.
-    """
-    settled = list(init)
-    # Each round but the last finds another carry that has rows.
-    for _ in range(len(settled) + 1):
-        dims = _dims_of(function, [*before, *settled, *after], rows)[: len(settled)]
-        found = False
-        for position, (carry, dim) in enumerate(zip(settled, dims, strict=True)):
-            if carry.dim is None and dim is not None:
-                settled[position], found = cut(carry, dim, rows), True
-        if not found:
-            break
-    return settled
+        Iterations of a loop, and branches, return arrays of the same shapes: what is whole in one
+        place and has rows in another is cut there. What is to be whole must be.
+        """
+        values = []
+        for part, dim in zip(parts, dims, strict=True):
+            if dim is not None:
+                part = cut(part, dim, self.rows)
+            elif part.has_rows:
+                raise MixesRowsError("a loop or a branch makes rows of a whole value")
+            values.append(part.value)
+        return values
 
 
 def _values(parts: Sequence[Part]) -> list[Any]:
     return [part.value for part in parts]
 
 
+def _dims(parts: Sequence[Part]) -> list[int | None]:
+    return [part.dim for part in parts]
+
+
+def _with_values(parts: Sequence[Part], values: Sequence[Any]) -> list[Part]:
+    """The same parts of other values, of which nobody knows what they were made of."""
+    return list(map(Part, values, _dims(parts)))
+
+
+def _call(param: str) -> Rule:
+    """The rule of an operation that calls the function in a parameter."""
+
+    def rule(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
+        return _RowFunction(equation.params[param], rows)(operands)
+
+    return rule
+
+
+@dataclass(frozen=True, eq=False)
+class _Scan:
+    """A loop over parts of arrays, which does not go over the rows.
+
+    Attributes:
+        body: takes constants, carries and parts of what is scanned, and returns the next carries
+            and what is stacked.
+        consts: what each iteration reads.
+        carries: the first ones, with rows where the body makes rows of them.
+        xs: what is scanned.
+        one_of_xs: the same as one iteration gets it, by shape.
+    """
+
+    body: _RowFunction
+    consts: list[Part]
+    carries: list[Part]
+    xs: list[Part]
+    one_of_xs: list[Part]
+
+    @classmethod
+    def of(cls, equation: Any, operands: list[Part], rows: Rows) -> "_Scan":
+        """The loop of an equation, for some rows.
+
+        Raises `MixesRowsError` where it goes over the rows, one in each iteration.
+        """
+        body = _RowFunction(equation.params["jaxpr"], rows)
+        num_consts, num_carry = scan_parts(equation)
+        # The operands of a `scan` are constants, carries and what is scanned, in this order.
+        consts, others = operands[:num_consts], operands[num_consts:]
+        init, xs = others[:num_carry], others[num_carry:]
+        shapes = open_jaxpr(body.function).invars[num_consts + num_carry :]
+        one_of_xs = []
+        for x, var in zip(xs, shapes, strict=True):
+            one_of_xs.append(_of_iteration(x, var.aval, rows))
+        carries = body.settled(init, consts, one_of_xs)
+        return cls(body, consts, carries, xs, one_of_xs)
+
+    def run(self, **options: Any) -> list[Part]:
+        """The last carries, and what is stacked."""
+        dims = self.body.dims([*self.consts, *self.carries, *self.one_of_xs])
+        last, stacked = lax.scan(self._step, _values(self.carries), _values(self.xs), **options)
+        results = _with_values(self.carries, last)
+        for value, dim in zip(stacked, dims[len(last) :], strict=True):
+            if dim is not None:
+                # What is stacked has one more dim in front.
+                dim += 1
+            results.append(Part(value, dim))
+        return results
+
+    def _step(self, carries: list[Any], scanned: list[Any]) -> tuple[list[Any], list[Any]]:
+        carried = _with_values(self.carries, carries)
+        results = self.body([*self.consts, *carried, *_with_values(self.one_of_xs, scanned)])
+        count = len(self.carries)
+        next_carries = self.body.aligned(results[:count], _dims(self.carries))
+        return next_carries, _values(results[count:])
+
+
+def _of_iteration(x: Part, aval: Any, rows: Rows) -> Part:
+    """What one iteration gets of a scanned value, by the shape that it was traced with."""
+    if x.dim == 0:
+        raise MixesRowsError("`scan` goes over the rows")
+    if x.dim is None:
+        return Part(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    dim = x.dim - 1
+    return Part(jax.ShapeDtypeStruct(resized(aval.shape, dim, rows.count), aval.dtype), dim)
+
+
 def _scan(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
     """A loop in which each iteration treats rows by themselves; it does not go over the rows."""
-    body = equation.params["jaxpr"]
-    num_consts, num_carry = scan_parts(equation)
-    consts, xs = operands[:num_consts], operands[num_consts + num_carry :]
-    one_of_xs = []
-    for x, var in zip(xs, body.jaxpr.invars[num_consts + num_carry :], strict=True):
-        if x.dim == 0:
-            raise MixesRowsError("`scan` goes over the rows")
-        dim, shape = None, var.aval.shape
-        if x.dim is not None:
-            dim = x.dim - 1
-            shape = _resized(shape, dim, rows.count)
-        one_of_xs.append(Part(jax.ShapeDtypeStruct(shape, var.aval.dtype), dim))
-    init = operands[num_consts : num_consts + num_carry]
-    carries = _settled(body, consts, init, one_of_xs, rows)
-    dims = [carry.dim for carry in carries]
-    out_dims = _dims_of(body, [*consts, *carries, *one_of_xs], rows)
-
-    def step(values: list[Any], scanned: list[Any]) -> tuple[list[Any], list[Any]]:
-        given = [*consts, *_with_values(carries, values), *_with_values(one_of_xs, scanned)]
-        results = _evaluate_function(body, given, rows)
-        next_carries = _aligned(results[:num_carry], dims, rows)
-        return _values(next_carries), _values(results[num_carry:])
-
     options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-    last, stacked = lax.scan(step, _values(carries), _values(xs), **options)
-    results = _with_values(carries, last)
-    for value, dim in zip(stacked, out_dims[num_carry:], strict=True):
-        # Stacked results have one more dim in front.
-        results.append(Part(value, None if dim is None else dim + 1))
-    return results
+    return _Scan.of(equation, operands, rows).run(**options)
 
 
 def _while(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    """A loop that is not ended by rows."""
+    """A loop that is not ended by rows.
+
+    Its condition may read whole values only, such as a counter.
+    """
     params = equation.params
+    condition = _RowFunction(params["cond_jaxpr"], rows)
+    body = _RowFunction(params["body_jaxpr"], rows)
+    # Constants of the condition come first, then those of the body, then the carries.
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
-    condition_consts = operands[:of_condition]
-    body_consts = operands[of_condition : of_condition + of_body]
-    init = operands[of_condition + of_body :]
-    carries = _settled(params["body_jaxpr"], body_consts, init, [], rows)
-    dims = [carry.dim for carry in carries]
-    if _dims_of(params["cond_jaxpr"], [*condition_consts, *carries], rows) != [None]:
+    condition_consts, others = operands[:of_condition], operands[of_condition:]
+    body_consts, init = others[:of_body], others[of_body:]
+    carries = body.settled(init, body_consts)
+    # Rows are evaluated at different times, so that no one time could end the loop for all.
+    if condition.dims([*condition_consts, *carries]) != [None]:
         raise MixesRowsError("`while` is ended by rows")
 
     def goes_on(values: list[Any]) -> Any:
-        given = [*condition_consts, *_with_values(carries, values)]
-        return _evaluate_function(params["cond_jaxpr"], given, rows)[0].value
+        return condition([*condition_consts, *_with_values(carries, values)])[0].value
 
     def step(values: list[Any]) -> list[Any]:
-        given = [*body_consts, *_with_values(carries, values)]
-        results = _evaluate_function(params["body_jaxpr"], given, rows)
-        return _values(_aligned(results, dims, rows))
+        results = body([*body_consts, *_with_values(carries, values)])
+        return body.aligned(results, _dims(carries))
 
     return _with_values(carries, lax.while_loop(goes_on, step, _values(carries)))
 
 
 def _cond(equation: Any, operands: list[Part], rows: Rows) -> list[Part]:
-    """A branch that is not chosen by rows."""
-    index, arguments = operands[0], operands[1:]
-    if index.dim is not None:
-        raise MixesRowsError("`cond` is chosen by rows")
-    functions = equation.params["branches"]
-    dims: list[int | None] = [None] * len(equation.outvars)
-    for function in functions:
-        for position, dim in enumerate(_dims_of(function, arguments, rows)):
-            if dim is not None:
-                dims[position] = dim
+    """A branch that is not chosen by rows.
 
-    def branch(function: Any) -> Callable[..., list[Any]]:
+    Both branches are evaluated for these rows, and return them along the same dims.
+    """
+    index, arguments = operands[0], operands[1:]
+    if index.has_rows:
+        raise MixesRowsError("`cond` is chosen by rows")
+    functions = [_RowFunction(branch, rows) for branch in equation.params["branches"]]
+    dims = _joined_dims([function.dims(arguments) for function in functions])
+
+    def branch(function: _RowFunction) -> Callable[..., list[Any]]:
         def evaluated(*values: Any) -> list[Any]:
-            results = _evaluate_function(function, _with_values(arguments, values), rows)
-            return _values(_aligned(results, dims, rows))
+            return function.aligned(function(_with_values(arguments, values)), dims)
 
         return evaluated
 
-    branches = [branch(function) for function in functions]
-    results = lax.switch(index.value, branches, *_values(arguments))
-    return [Part(value, dim) for value, dim in zip(results, dims, strict=True)]
+    results = lax.switch(index.value, list(map(branch, functions)), *_values(arguments))
+    return list(map(Part, results, dims))
 
 
-_REDUCTIONS = (
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
-    "reduce_xor", "argmax", "argmin",
-)  # fmt: skip
-_RULES: dict[str, Callable[..., list[Part]]] = {
-    "broadcast_in_dim": _broadcast_in_dim,
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "squeeze": _removing("dimensions"),
-    **dict.fromkeys(_REDUCTIONS, _removing("axes")),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
-    "concatenate": _along("dimension"),
-    "sort": _along("dimension"),
-    "rev": _along("dimensions"),
-    "slice": _slice,
-    "dot_general": _dot_general,
-    "reshard": _placed("dst_sharding"),
-    "sharding_constraint": _placed("sharding"),
+def _joined_dims(of_branches: Sequence[Sequence[int | None]]) -> list[int | None]:
+    """The dims of results that have rows in any branch; a branch for which they do not fit refuses.
+
+    >>> _joined_dims([[None, 0], [1, 0]])
+    [1, 0]
+    """
+    joined: list[int | None] = []
+    for dims in zip(*of_branches, strict=True):
+        present = [dim for dim in dims if dim is not None]
+        joined.append(present[-1] if present else None)
+    return joined
+
+
+_ALL_RULES: dict[str, Rule] = {
+    **RULES,
     **dict.fromkeys(JITS, _call("jaxpr")),
     "custom_jvp_call": _call("call_jaxpr"),
     "custom_vjp_call": _call("call_jaxpr"),

@@ -54,6 +54,7 @@ from shardlib.tracing._jaxpr import (
     Stretch,
     inputs_of,
     last_uses,
+    picked,
     scan_options,
     scan_parts,
     values_of,
@@ -239,7 +240,7 @@ class _Evaluator:
                     outputs.append(var)
         inputs = inputs_of(equations)
         stretch = Stretch(self.jaxpr, list(equations), inputs, outputs)
-        results = rule(stretch, [self.values[var] for var in inputs])
+        results = rule(stretch, picked(self.values, inputs))
         self.values.update(zip(outputs, results, strict=True))
 
     def _compute_pending(self, end: int) -> None:

@@ -48,6 +48,7 @@ def root_of(value: Value) -> WeightSlice | None:
 
 def roots_of(values: Iterable[Value]) -> list[WeightSlice]:
     """The weights that some values are or are derived from, each once."""
+    # Several values may come of one weight, which is gathered once.
     roots = [root_of(value) for value in values]
     return list(dict.fromkeys(root for root in roots if root is not None))
 
@@ -60,6 +61,8 @@ def derive(jaxpr: Jaxpr, equation: Any, operand: WeightSlice | Derived) -> Value
     layer = _layer_picked_by(equation, operand)
     if layer is None:
         return Derived(jaxpr, equation, operand)
+    # There is nothing to wait for: what is whole can be sliced at once, and what reads it sees an
+    # array.
     if layer.weight.is_stored_whole:
         return bind_whole_weight(layer, reader_of(jaxpr, equation.outvars[0]))
     return layer
@@ -71,6 +74,7 @@ def _layer_picked_by(equation: Any, operand: WeightSlice | Derived) -> WeightSli
     `stack[3]` is traced as a `slice` and then a `squeeze`. The equation has to be the `squeeze`,
     and its operand what the `slice` made of the stack.
     """
+    # Two equations make one picked layer, and each is seen by itself: the first has been put off.
     if not squeezes_first_dim(equation) or not isinstance(operand, Derived):
         return None
     stack, slicing = operand.operand, operand.equation
@@ -87,6 +91,7 @@ def stack_of(value: Value) -> WeightSlice | None:
     The value is that weight, or the weight in another dtype. Anything else that is made of a weight
     might mix its layers, or could not be done to one layer as it was traced.
     """
+    # A cast of a stack is the stack of the casts of its layers.
     while isinstance(value, Derived) and is_cast(value.equation):
         value = value.operand
     return value if isinstance(value, WeightSlice) else None
@@ -116,6 +121,7 @@ def resolve(value: Value, whole: dict[WeightSlice, jax.Array]) -> Any:
         return whole[value]
     if isinstance(value, Derived):
         inputs, outputs = variables(value.equation.invars), list(value.equation.outvars)
+        # The equation of the trace itself, so that errors and profiles name the line of the model.
         recipe = Stretch(value.jaxpr, [value.equation], inputs, outputs)
         return recipe([resolve(value.operand, whole)])[0]
     return value
@@ -136,6 +142,7 @@ def merge(
     replace_weight: Callable[[WeightSlice | Derived], Any],
 ) -> list[Any]:
     """The inverse of `split_arrays`, with `replace_weight(value)` in place of each weight."""
+    # Arrays come in the order in which `split_arrays` took them out.
     next_array = iter(arrays)
     merged = []
     for value in values:

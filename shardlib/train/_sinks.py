@@ -252,8 +252,14 @@ class Progress:
         if not self._file.isatty():
             self._line(f"step {step}/{self.steps}{left}  {text}")
             return
-        filled = bar(step, self.steps, self.width)
-        line = f"{filled} {step}/{self.steps}{left}  {text}"[: _columns()]
+        self._draw(step, f"{step}/{self.steps}{left}  {text}")
+
+    def _draw(self, step: int, text: str) -> None:
+        """Draw the bar of a step with a text behind it, in place of the one that is there.
+
+        What is too long for the terminal is cut: a second line could not be drawn over.
+        """
+        line = f"{bar(step, self.steps, self.width)} {text}"[: _columns()]
         # The last one stays, and whatever is written next begins below it.
         self._is_drawn = step < self.steps
         end = "" if self._is_drawn else "\n"

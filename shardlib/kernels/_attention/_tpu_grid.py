@@ -109,10 +109,12 @@ class KernelCall:
         self.inner = inner
         self.q, self.k, self.v = (heads_first(x) for x in (q, k, v))
         self.side, self.attention, self.simulated = side, attention, simulated
+        # So many heads of queries share a head of keys and values.
         self.group = q.shape[2] // k.shape[2]
         fitting = fitting_blocks(q, v, attention.mask, device_here().kind)
         assert fitting, "see `refuses`"
         blocks = fitting[0]
+        # Not every size of blocks goes with a pattern.
         if attention.mask.block_mask is not None:
             lengths = Lengths(q.shape[1], k.shape[1])
             chosen = pattern_blocks(fitting, lengths, attention, q.shape[2])
@@ -180,6 +182,7 @@ class KernelCall:
         """
         steps = Steps(self)
         side = self._side_operands()
+        # What index maps read has to be in scalar memory before the first step.
         prefetched = [x for x in steps.prefetched() if x is not None]
         out_shapes = [shaped(x.x.shape, x.x.dtype, self.q) for x in results]
         call = pl.pallas_call(
@@ -339,6 +342,7 @@ class Steps:
         starts = prefetched.starts
         # What is seen is fetched, whatever becomes of sums with very large bounds.
         is_seen = call.in_band(distance_of(starts, i, j, call))
+        # Of what is not seen nothing is fetched: the block that is there already stays.
         if call.inner == KEYS:
             first, last = _seen_keys(mask, starts, i, call)
             nearest = jnp.clip(jnp.clip(j, first, last), 0, self.key_blocks - 1)
@@ -355,6 +359,7 @@ def in_band(call: KernelCall, distance: Any) -> Any:
         call: whose mask and blocks.
         distance: the position of the first key of a pair, less that of its first query.
     """
+    # The pair is seen if its nearest corner is, on either side of the band.
     mask, is_seen = call.attention.mask, True
     if mask.right is not None:
         is_seen &= distance - (call.query_block - 1) <= mask.right

@@ -60,6 +60,7 @@ def check_schedule(
     """
     kind = type(schedule).__name__
     stages, count = checked_stages(schedule), _checked_microbatches(schedule)
+    # Both are said at once, so that the next number that is tried is right.
     if count < least or count % multiple:
         what = f"at least {least}"
         if multiple > 1:
@@ -72,6 +73,7 @@ def check_schedule(
             f"passes of each kind, and a table at most {most:,}: use fewer microbatches, or fewer "
             "stages."
         )
+    # Numbers of numpy become those of Python, so that equal schedules print and hash alike.
     check.assign(
         schedule,
         stages=stages,
@@ -115,6 +117,7 @@ def single_costs(costs: Costs) -> tuple[float, float, float]:
 
     Closed formulas know no stages that differ from others.
     """
+    # Formulas are asked for by `gap`, whose argument it is.
     check.kind("gap", "costs", costs, Costs, "`sl.pipeline.Costs`")
     # A cost may be one number, or a list with one for each part.
     forward, backward, weights = costs.forward, costs.backward, costs.weights

@@ -268,6 +268,7 @@ def _check(table: Table) -> None:
     _check_placement(table)
     # Where each op is, in words, for the error about one that is there twice.
     positions: dict[Op, str] = {}
+    # Each op by itself, and then whether all are there.
     for stage, order in enumerate(table.orders):
         for at, op in enumerate(order):
             where = f"op {at} of stage {stage}"
