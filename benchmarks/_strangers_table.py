@@ -158,6 +158,7 @@ CALLS: tuple[Call, ...] = (
     _call("sl.Remat", chain="sl.Remat.slots(4).chain", also={"chain": _OPTIONAL}),
     _call("sl.Remat.drop", "'scores'"),
     _call("sl.Remat.save", "'context'"),
+    _call("sl.Remat.paths", "('encoder/.*', 'full')", rest="'none'"),
     _call("sl.Remat.offload", "'block_in'"),
     _call("sl.Remat", compressed="(('mlp_up', 'int8'),)"),
     _call("sl.Remat.compress", "'int8'", "'mlp_up'"),

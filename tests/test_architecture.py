@@ -37,7 +37,7 @@ LAYERS = [
         "tracing",
         "_jaxpr _row_rules _rows _flops _row_gradients _lookup_forms _lookups _linearize _block_costs "
         "_activation_codecs _compressed_saves _sign_checks "
-        "_layer_policies _copied_ahead _layer_runs _chain_scan _chain_loops _region",
+        "_block_paths _layer_policies _copied_ahead _layer_runs _chain_scan _chain_loops _region",
     ),
     ("tracing", "_layer_uses _weight_values _bound_weights _stored_weights"),
     ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),

@@ -120,6 +120,70 @@ def test_blocks_are_counted_in_the_order_of_their_calls(where):
     assert products(sl.Remat.layers((1, kept), (1, "full"), (3, "none"))) - products(kept) == one
 
 
+def loss_of_two(model, batch, rng):
+    """Layers of an encoder, in a loop, and of a decoder, one by one, whose products have names."""
+
+    def product(x, w):
+        return jnp.sin(sl.checkpoint_name(x @ w.astype("float32"), "product"))
+
+    block = sl.remat(product)
+    x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), batch, model["encoder"]["w"])
+    cast = jax.jit(lambda tree: jax.tree.map(lambda w: w.astype("bfloat16"), tree))
+    for layer in cast(model["decoder"]).values():
+        x = block(x, layer)
+    return jnp.mean(x)
+
+
+def products_of_two(remat, zero=0):
+    strategy = sl.Strategy(remat=remat, zero=sl.Zero(zero, small=0), **DATA)
+    w = jnp.ones((8, 8))
+    make = lambda: {"encoder": {"w": jnp.ones((4, 8, 8))}, "decoder": {"a": w, "b": w}}
+    state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+    step = sl.train_step(loss_of_two, strategy)
+    return flops_of(step.trace(state, np.ones((16, 8), "f")).jaxpr).total // (2 * 16 * 8 * 8)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_blocks_are_chosen_by_the_paths_of_what_they_read(zero):
+    none = products_of_two("none", zero)
+    for patterns, rest, again in [
+        ([("encoder/.*", "full")], "none", 4),
+        ([("decoder/.*", "full")], "none", 2),
+        ([("decoder/a", "full")], sl.Remat.save("product"), 1),
+        ([("decoder/b", "none"), ("decoder/.*", "full")], "none", 1),
+        ([("encoder/w", "none"), (r"decoder/\w", "full")], None, 2),
+    ]:
+        remat = sl.Remat.paths(*patterns, rest=rest)
+        assert products_of_two(remat, zero) - none == again, remat
+
+
+@pytest.mark.parametrize(
+    ("remat", "message"),
+    [
+        (sl.Remat.paths(("encoder", "full"), rest="none"), "matches `encoder`. The blocks read"),
+        (sl.Remat.paths(("encoder/w", "full")), "reads `decoder/a`, which no pattern matches"),
+        (
+            sl.Remat.paths((".*", "full"), ("decoder/.*", "none")),
+            "no pattern before it takes.*`decoder/.*`. The blocks read `decoder/a`, `decoder/b`",
+        ),
+    ],
+)
+def test_patterns_that_do_not_fit_the_model_are_refused(remat, message):
+    with pytest.raises(ValueError, match=message):
+        products_of_two(remat)
+
+
+def test_patterns_are_made_of_expressions_and_values():
+    with pytest.raises(ValueError, match="is no regular expression"):
+        sl.Remat.paths(("(", "full"))
+    with pytest.raises(ValueError, match="drops no parts"):
+        sl.Remat.paths(("a", "selective"))
+    with pytest.raises(ValueError, match="patterns of paths"):
+        sl.Remat.paths()
+    with pytest.raises(ValueError, match="of all blocks"):
+        sl.remat(jnp.sin, sl.Remat.paths(("a", "full")))
+
+
 @pytest.mark.parametrize(
     ("remat", "message"),
     [

@@ -10,6 +10,7 @@
     Remat.compress("int8", "mlp_up") these activations too, in fewer bits
     a | b                            what either keeps
     Remat.layers((8, "none"), rest="full")   the first eight blocks another than the others
+    Remat.paths(("encoder/.*", "full"), rest="none")   blocks that read such parameters
     Remat.sublinear()                the inputs of few blocks of a loop, and of others in turn
     Remat.every(4)                   the same, with those of every fourth one
     Remat.slots(3)                   as many inputs as that, with as little computed as can be
@@ -17,26 +18,19 @@
 It is part of the scope that a function is traced under, so that it can be compared and hashed.
 """
 
-import functools
 import re
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
-import jax
-from jax.ad_checkpoint import Offloadable
-
+from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.layouts._chain_schedules import Binomial, Chain, Every
-from shardlib.layouts._host import HOST
 
 Products: TypeAlias = Literal["none", "without_batch", "all"]
 Encoding: TypeAlias = Literal["int8", "int4", "fp8", "bf16", "sign"]
 ENCODINGS = get_args(Encoding)
-# What is named so belongs to the activation whose name comes before, and is never compressed.
-BESIDE = ":beside"
-# The operation that an activation of a name goes through, whose policy says how it is encoded.
-COMPRESSIBLE = "compressible"
 # Words for values. "none" keeps everything, and "stage" is a pipeline's own affair.
 WORDS = (
     *("none", "full", "stage", "dots", "dots_without_batch"),
@@ -159,8 +153,8 @@ class Remat:
     def drop(cls, *parts: str) -> "Remat":
         """Keep everything but what is computed within the parts of these names.
 
-            >>> Remat.drop("scores", "mlp") | Remat.drop("scores")
-            Remat(dropped=('scores',))
+        >>> Remat.drop("scores", "mlp") | Remat.drop("scores")
+        Remat(dropped=('scores',))
         """
         if not parts:
             raise ValueError(
@@ -259,6 +253,20 @@ class Remat:
         return RematLayers(runs, rest)
 
     @classmethod
+    def paths(
+        cls, *patterns: "tuple[str, str | Remat]", rest: "str | Remat | None" = None
+    ) -> "RematPaths":
+        """Another value for blocks that read parameters of some paths, by regular expressions.
+
+        The first pattern counts that matches the whole path of a parameter which a block reads.
+        All other blocks keep `rest`.
+
+        >>> Remat.paths(("encoder/.*", "full"), rest="none")
+        RematPaths(patterns=(('encoder/.*', 'full'),), rest='none')
+        """
+        return RematPaths(patterns, rest)
+
+    @classmethod
     def budget(cls, memory: "int | str") -> "RematBudget":
         """As much as fits: a step finds it by compiling for its devices, before it runs first.
 
@@ -273,14 +281,6 @@ class Remat:
     def every_name(self) -> tuple[str, ...]:
         """The names of activations that are kept, in whatever form and place."""
         return tuple(sorted({*self.names, *self.offloaded, *dict(self.compressed)}))
-
-    @property
-    def policy(self) -> Callable[..., Any] | None:
-        """The same as a policy of `jax.checkpoint`; None where nothing but inputs is kept.
-
-        It is of whole blocks, or of the parts that are dropped where there are some.
-        """
-        return _policy(self)
 
 
 def _check_one_place(names: tuple[str, ...], offloaded: tuple[str, ...]) -> None:
@@ -336,33 +336,26 @@ def _bytes_of(memory: Any) -> int:
     return check.whole("Remat.budget", "memory", memory, takes, least=1)
 
 
-@dataclass(frozen=True)
-class RematLayers:
-    """What marked blocks keep, by their place in the model; made by `Remat.layers`.
+class RematByBlock(ABC):
+    """What marked blocks keep where they do not all keep the same."""
 
-    Blocks are counted in the order in which the model calls them, a loop's as often as it calls
-    them. Layers of one loop that keep different things run in loops of their own, one after the
-    other, and each of these takes time to compile.
+    @property
+    @abstractmethod
+    def asked(self) -> list[str | Remat]:
+        """What blocks keep, as it was written."""
 
-    - `runs`: how many blocks, and what they keep: a word or a `Remat`.
-    - `rest`: what all further blocks keep; None if there are none.
-    """
+    @abstractmethod
+    def of_blocks(self, read: Sequence[frozenset[str]]) -> list[Remat | None]:
+        """What each block keeps, from the paths of what it reads; None for everything.
 
-    runs: tuple[tuple[int, str | Remat], ...]
-    rest: str | Remat | None = None
+        Args:
+            read: for each block, in the order of calls, the paths of the parameters that it reads.
+        """
 
-    def __post_init__(self) -> None:
-        takes = 'runs of blocks, `(8, "none")` each'
-        runs = check.kind("Remat.layers", "runs", self.runs, tuple, takes)
-        if not runs:
-            raise check.refusal("Remat.layers", "runs", runs, takes)
-        for run in runs:
-            if not isinstance(run, tuple) or len(run) != 2:
-                raise check.refusal("Remat.layers", "runs", run, takes)
-            check.whole("Remat.layers", "runs", run[0], "a number of blocks", least=1)
-            _check_of_blocks(run[1])
-        if self.rest is not None:
-            _check_of_blocks(self.rest)
+    @property
+    def values(self) -> list[Remat]:
+        """What blocks keep, of those that do not keep everything."""
+        return [kept for kept in map(kept_by_blocks, self.asked) if kept is not None]
 
     @property
     def every_name(self) -> tuple[str, ...]:
@@ -380,14 +373,6 @@ class RematLayers:
         return tuple(sorted({pair for kept in self.values for pair in kept.compressed}))
 
     @property
-    def values(self) -> list[Remat]:
-        """What blocks keep, of those that do not keep everything."""
-        asked = [value for _, value in self.runs]
-        if self.rest is not None:
-            asked.append(self.rest)
-        return [kept for kept in map(kept_by_blocks, asked) if kept is not None]
-
-    @property
     def dropped(self) -> tuple[str, ...]:
         """The parts of blocks that are dropped by name: none."""
         return ()
@@ -397,13 +382,35 @@ class RematLayers:
         """Which inputs of blocks are kept in turn: all are kept."""
         return None
 
-    @property
-    def policy(self) -> "LayersPolicy":
-        """A policy of `jax.checkpoint` that stands for those of the layers."""
-        return LayersPolicy(self)
 
-    def of_blocks(self, count: int) -> list[Remat | None]:
-        """What each of so many blocks keeps; None for everything."""
+@dataclass(frozen=True)
+class RematLayers(RematByBlock):
+    """What marked blocks keep, by their place in the model; made by `Remat.layers`.
+
+    Blocks are counted in the order in which the model calls them, a loop's as often as it calls
+    them. Layers of one loop that keep different things run in loops of their own, one after the
+    other, and each of these takes time to compile.
+
+    - `runs`: how many blocks, and what they keep: a word or a `Remat`.
+    - `rest`: what all further blocks keep; None if there are none.
+    """
+
+    runs: tuple[tuple[int, str | Remat], ...]
+    rest: str | Remat | None = None
+
+    def __post_init__(self) -> None:
+        takes = 'runs of blocks, `(8, "none")` each'
+        for number, _ in _checked_pairs("Remat.layers", "runs", self.runs, self.rest, takes):
+            check.whole("Remat.layers", "runs", number, "a number of blocks", least=1)
+
+    @property
+    def asked(self) -> list[str | Remat]:
+        """What blocks keep, as it was written."""
+        return _asked(self.runs, self.rest)
+
+    def of_blocks(self, read: Sequence[frozenset[str]]) -> list[Remat | None]:
+        """What each of so many blocks keeps, whatever it reads."""
+        count = len(read)
         values: list[Remat | None] = []
         for number, value in self.runs:
             values += [kept_by_blocks(value)] * number
@@ -419,116 +426,97 @@ class RematLayers:
         return values
 
 
-def _check_of_blocks(value: Any) -> None:
+@dataclass(frozen=True)
+class RematPaths(RematByBlock):
+    """What marked blocks keep, by the paths of the parameters they read; made by `Remat.paths`.
+
+    - `patterns`: regular expressions, and what blocks keep that read a parameter whose whole path
+      matches. Of several patterns the first counts.
+    - `rest`: what all other blocks keep; None if there are none.
+    """
+
+    patterns: tuple[tuple[str, str | Remat], ...]
+    rest: str | Remat | None = None
+
+    def __post_init__(self) -> None:
+        takes = 'patterns of paths, `("encoder/.*", "full")` each'
+        pairs = _checked_pairs("Remat.paths", "patterns", self.patterns, self.rest, takes)
+        for pattern, _ in pairs:
+            check.pattern("Remat.paths", "patterns", pattern)
+
+    @property
+    def asked(self) -> list[str | Remat]:
+        """What blocks keep, as it was written."""
+        return _asked(self.patterns, self.rest)
+
+    def of_blocks(self, read: Sequence[frozenset[str]]) -> list[Remat | None]:
+        """What each block keeps by what it reads; a pattern that none matches is refused."""
+        matched: set[str] = set()
+        values = []
+        for paths in read:
+            pattern, value = self._first(paths)
+            matched.add(pattern)
+            values.append(kept_by_blocks(value))
+        for pattern, _ in self.patterns:
+            if pattern not in matched:
+                known = sorted(set().union(*read))
+                raise ValueError(
+                    f"`{self}`: no block that is marked with `sl.remat`, and that no pattern "
+                    f"before it takes, reads a parameter whose path matches `{pattern}`. The "
+                    f"blocks read {listed(known) if known else 'no parameters'}."
+                )
+        return values
+
+    def _first(self, paths: frozenset[str]) -> tuple[str, str | Remat]:
+        """The first pattern that one of the paths matches, or none, and what is kept by it."""
+        for pattern, value in self.patterns:
+            if any(re.fullmatch(pattern, path) for path in paths):
+                return pattern, value
+        if self.rest is None:
+            raise ValueError(
+                f"`{self}`: a block that is marked with `sl.remat` reads "
+                f"{listed(sorted(paths)) if paths else 'no parameters'}, which no pattern matches. "
+                'Say what all others keep, `rest="full"`.'
+            )
+        return "", self.rest
+
+
+def _checked_pairs(function: str, argument: str, pairs: Any, rest: Any, takes: str) -> Any:
+    """Pairs of which the second says what blocks keep, as `rest` does; anything else is refused."""
+    check.kind(function, argument, pairs, tuple, takes)
+    if not pairs:
+        raise check.refusal(function, argument, pairs, takes)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise check.refusal(function, argument, pair, takes)
+        _check_of_blocks(function, argument, pair[1])
+    if rest is not None:
+        _check_of_blocks(function, "rest", rest)
+    return pairs
+
+
+def _asked(pairs: Sequence[tuple[Any, str | Remat]], rest: str | Remat | None) -> list[str | Remat]:
+    """What some pairs and the rest say that blocks keep."""
+    asked = [value for _, value in pairs]
+    if rest is not None:
+        asked.append(rest)
+    return asked
+
+
+def _check_of_blocks(function: str, argument: str, value: Any) -> None:
     """Refuse what is no value for one block."""
     takes = 'what blocks keep, `"none"`, `"full"` or a `Remat`'
-    if isinstance(value, RematLayers | RematBudget) or value == "stage":
-        raise check.refusal("Remat.layers", "runs", value, takes)
-    kept = kept_by_blocks(checked_remat("Remat.layers", "runs", value))
+    if isinstance(value, RematByBlock | RematBudget) or value == "stage":
+        raise check.refusal(function, argument, value, takes)
+    kept = kept_by_blocks(checked_remat(function, argument, value))
     if kept is not None and (kept.dropped or kept.chain):
         takes = f"{takes} that drops no parts and has no chain"
-        raise check.refusal("Remat.layers", "runs", value, takes)
-
-
-@dataclass(frozen=True)
-class LayersPolicy:
-    """In place of a policy of `jax.checkpoint`, until it is known which layer a block is.
-
-    A step exchanges it for that of the layer. Where JAX asks it, nothing has.
-    """
-
-    remat: RematLayers
-
-    def __call__(self, *_: Any, **__: Any) -> bool:
-        raise ValueError(
-            f"`{self.remat}` is for blocks that a `sl.train_step` calls, in loops or not. It has "
-            "no meaning for a derivative outside of one, in a loop within a loop over layers, in a "
-            "branch, or in a function with a derivative of its own."
-        )
-
-
-@functools.cache
-def _policy(remat: Remat) -> Callable[..., Any] | None:
-    """The policy of a value: always the same function, so that JAX finds what it traced before."""
-    policies = jax.checkpoint_policies
-    kept: list[Callable[..., Any]] = []
-    if remat.every_name:
-        beside = [name + BESIDE for name in remat.every_name]
-        kept.append(policies.save_only_these_names(*remat.names, *beside))
-    if remat.compressed:
-        kept.append(_compressing(frozenset(remat.compressed)))
-    if remat.products == "all":
-        kept.append(policies.dots_saveable)
-    if remat.products == "without_batch":
-        kept.append(policies.dots_with_no_batch_dims_saveable)
-    policy = functools.reduce(policies.save_from_both_policies, kept) if kept else None
-    if remat.offloaded:
-        return _Offloading(frozenset(remat.offloaded), policy)
-    return policy
-
-
-@dataclass(frozen=True)
-class _Offloading:
-    """A policy of `jax.checkpoint` that keeps some names in the memory of the host.
-
-    JAX's own policies of that kind cannot be united with others.
-    """
-
-    names: frozenset[str]
-    others: Callable[..., Any] | None
-
-    def __call__(self, primitive: Any, *arrays: Any, **params: Any) -> Any:
-        """What becomes of the results of an operation."""
-        if primitive.name == "name" and params["name"] in self.names:
-            return Offloadable(src="device", dst=HOST)
-        if self.others is None:
-            return False
-        return self.others(primitive, *arrays, **params)
-
-
-def _compressing(pairs: frozenset[tuple[str, Encoding]]) -> Callable[..., Any]:
-    """A policy that says how activations of some names are encoded; each encoding is asked for."""
-
-    def policy(primitive: Any, *_: Any, **params: Any) -> bool:
-        if primitive.name != COMPRESSIBLE:
-            return False
-        return (params["name"], params.get("encoding")) in pairs
-
-    return policy
-
-
-@dataclass(frozen=True)
-class PolicyOfPart:
-    """A policy of `jax.checkpoint` for a part of a block, by which a trace tells which part it is.
-
-    Equal ones are of one part and keep the same.
-    """
-
-    part: str
-    kept: Remat
-
-    def __call__(self, primitive: Any, *arrays: Any, **params: Any) -> Any:
-        """Whether the results of an operation in the part are kept."""
-        if self.kept.policy is None:
-            return False
-        return self.kept.policy(primitive, *arrays, **params)
-
-
-def offloads(policy: Any) -> bool:
-    """Whether a block with this policy keeps anything in the memory of the host."""
-    return isinstance(policy, _Offloading)
-
-
-def policy_of(kept: Remat | None) -> Callable[..., Any] | None:
-    """What a block keeps as a policy of `jax.checkpoint`; None, which is everything, among it."""
-    if kept is None:
-        return jax.checkpoint_policies.everything_saveable
-    return kept.policy
+        raise check.refusal(function, argument, value, takes)
 
 
 def checked_remat(function: str, argument: str, value: Any) -> Any:
     """A word or a value for what blocks keep, or an error that lists the words."""
-    if isinstance(value, Remat | RematLayers | RematBudget):
+    if isinstance(value, Remat | RematByBlock | RematBudget):
         return value
     if isinstance(value, str) and value in WORDS:
         return value
@@ -543,7 +531,7 @@ def kept_by_blocks(value: Any) -> Any:
     >>> kept_by_blocks("full"), kept_by_blocks("none")
     (Remat(), None)
     """
-    if isinstance(value, Remat | RematLayers):
+    if isinstance(value, Remat | RematByBlock):
         return value
     if isinstance(value, RematBudget):
         return Remat()

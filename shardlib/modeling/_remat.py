@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._annotate import current_mesh, current_scope
+from shardlib.layouts._checkpoint_policies import PolicyOfPart, policy_of
 from shardlib.layouts._remat_policy import (
-    PolicyOfPart,
     Remat,
     RematBudget,
-    RematLayers,
+    RematByBlock,
     checked_remat,
     kept_by_blocks,
 )
@@ -72,7 +72,7 @@ def remat(
                 '`remat(policy="stage")`: that is for the stages of a pipeline, '
                 '`Strategy(remat="stage")`; a block has "full".'
             )
-        if isinstance(policy, RematLayers | RematBudget):
+        if isinstance(policy, RematByBlock | RematBudget):
             raise ValueError(
                 f"`remat(policy={policy!r})`: that is of all blocks, `Strategy(remat=...)`; a "
                 'block by itself has `"full"` or a `Remat`.'
@@ -99,7 +99,7 @@ def remat(
     # Wrapped once for each value, so that the same block is traced once for all its calls.
     @functools.cache
     def recomputed(kept: Remat) -> Any:
-        policy = kept.policy
+        policy = policy_of(kept)
         if part is not None:
             policy = PolicyOfPart(part, kept)
         if policy is None:

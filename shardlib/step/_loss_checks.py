@@ -18,7 +18,8 @@ from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.kernels._attention import CONTEXT
 from shardlib.layouts._annotate import current_scope, warn
-from shardlib.layouts._remat_policy import BESIDE, COMPRESSIBLE, SCORES, PolicyOfPart, Remat
+from shardlib.layouts._checkpoint_policies import BESIDE, COMPRESSIBLE, PolicyOfPart
+from shardlib.layouts._remat_policy import SCORES, Remat
 from shardlib.layouts._rules import EXPERTS, axes_within, spec_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys

@@ -18,7 +18,7 @@ from shardlib.checks import _arguments as check
 from shardlib.collectives._zero import Split
 from shardlib.layouts._host import to_device
 from shardlib.layouts._relate import Relation
-from shardlib.layouts._remat_policy import Remat, RematBudget, RematLayers, kept_by_blocks
+from shardlib.layouts._remat_policy import Remat, RematBudget, RematByBlock, kept_by_blocks
 
 # Arrays of so many bytes are copied at a time: enough for a copy to run at full speed.
 BYTES_AT_A_TIME = 2**27
@@ -107,8 +107,8 @@ def with_offloaded(remat: Any, offload: Offload | None) -> Any:
         keeps = 'all activations on the device: recompute blocks, `remat="full"`'
     elif remat == "stage":
         keeps = 'none of blocks between the passes of a stage: recompute these, `remat="full"`'
-    elif isinstance(remat, RematLayers):
-        keeps = "what each run says: say it there, `rest=sl.Remat.offload(...)`"
+    elif isinstance(remat, RematByBlock):
+        keeps = "what it says of each block: say it there, `rest=sl.Remat.offload(...)`"
     elif isinstance(remat, RematBudget):
         keeps = "what fits on the device: name what it keeps, `sl.Remat.save(...)`"
     if keeps is not None:

@@ -22,7 +22,7 @@ from shardlib.layouts._annotate import Scope, put_in_force
 from shardlib.layouts._remat_policy import (
     Remat,
     RematBudget,
-    RematLayers,
+    RematByBlock,
     checked_remat,
 )
 from shardlib.layouts._rules import (
@@ -110,7 +110,7 @@ class Strategy:
     clip: float | optax.GradientTransformation | None = None
     frozen: tuple[str, ...] = ()
     nonfinite: Literal["skip", "count"] = "skip"
-    remat: str | Remat | RematLayers | RematBudget = "none"
+    remat: str | Remat | RematByBlock | RematBudget = "none"
     offload: str | Offload | None = None
     exchange: Exchange = field(default_factory=Exact)
     manual: tuple[str, ...] | None = None
@@ -321,7 +321,7 @@ class Strategy:
                 "weights, once for every microbatch. Use `zero=1`, which splits parameters and "
                 "optimizer state at rest alike."
             )
-        if isinstance(self.remat, RematLayers | RematBudget):
+        if isinstance(self.remat, RematByBlock | RematBudget):
             raise ValueError(
                 f"`Strategy(remat={self.remat}, pipeline=...)`: all stages run the same program, "
                 'so that their layers keep the same. Use one value for all, or `remat="stage"`.'

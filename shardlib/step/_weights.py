@@ -24,7 +24,7 @@ from shardlib.collectives._exact import Exact, Parameter
 from shardlib.collectives._zero import Split, gather, scatter, total
 from shardlib.layouts._annotate import constrain
 from shardlib.layouts._host import to_device
-from shardlib.layouts._remat_policy import RematLayers
+from shardlib.layouts._remat_policy import RematByBlock
 from shardlib.layouts._rules import (
     as_tuple,
     axes_within,
@@ -396,7 +396,7 @@ class Weights:
         stored_leaves = self.treedef.flatten_up_to(params)
         self.frozen = frozen
         offloads = bool(strategy.offloaded_activations)
-        layers_differ = isinstance(strategy.remat, RematLayers)
+        layers_differ = isinstance(strategy.remat, RematByBlock)
         self.has_own_loops = layers_differ or offloads or chain_in_force() is not None
         self.frozen_held = jax.tree.map(lambda p, stored: p.start(stored), frozen, frozen_params)
         self.trained: list[_Trained] = []

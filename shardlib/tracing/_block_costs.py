@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from shardlib.layouts._remat_policy import BESIDE
+from shardlib.layouts._checkpoint_policies import BESIDE
 from shardlib.tracing._flops import flops_of
 from shardlib.tracing._jaxpr import (
     JITS,

@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr, Literal
 from shardlib.tracing._jaxpr import held_functions, open_jaxpr, scan_parts
 from shardlib.tracing._layer_uses import is_cheap
 
+
 def paths_of_blocks(
     jaxpr: Jaxpr, paths: Sequence[str], is_asked: Callable[[Any], bool]
 ) -> list[frozenset[str]]:

@@ -8,14 +8,15 @@ blocks are counted, and the stand-ins exchanged:
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from shardlib.layouts._remat_policy import LayersPolicy, offloads, policy_of
+from shardlib.layouts._checkpoint_policies import LayersPolicy, offloads, policy_of
+from shardlib.tracing._block_paths import paths_of_blocks
 from shardlib.tracing._jaxpr import (
     every_equation,
     held_functions,
@@ -38,17 +39,20 @@ class LoopPolicy:
         return self.asked(*args, **kwargs)
 
 
-def with_policies_of_layers(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same function with a policy for each block that was traced with a `LayersPolicy`."""
+def with_policies_of_layers(closed: ClosedJaxpr, paths: Sequence[str]) -> ClosedJaxpr:
+    """The same function with a policy for each block that was traced with a `LayersPolicy`.
+
+    Its first inputs are the parameters of these paths.
+    """
     asked = None
     for equation in every_equation(closed.jaxpr):
         if _stands_in(equation):
             asked = equation.params["policy"]
     if asked is None:
         return closed
-    # How many blocks there are is known here only, so that a number which does not fit is refused
-    # here.
-    values = asked.remat.of_blocks(_count(closed.jaxpr))
+    # How many blocks there are, and what they read, is known here only, so that a number or a
+    # pattern that does not fit is refused here.
+    values = asked.remat.of_blocks(paths_of_blocks(closed.jaxpr, paths, _stands_in))
     policies = iter([policy_of(kept) for kept in values])
     return closed.replace(jaxpr=_assigned(closed.jaxpr, policies))
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 from jax.interpreters import partial_eval
 
-from shardlib.layouts._remat_policy import COMPRESSIBLE, LayersPolicy
+from shardlib.layouts._checkpoint_policies import COMPRESSIBLE, LayersPolicy, policy_of
 from shardlib.tracing._compressed_saves import DECODE, encoding_of
 from shardlib.tracing._jaxpr import (
     Stretch,
@@ -59,7 +59,7 @@ def readers_of_values(jaxpr: Jaxpr) -> Iterator[Reader]:
 def _policies(policy: Any) -> list[Callable[..., Any] | None]:
     """The policies that a block may have; it has one but where they differ by layer."""
     if isinstance(policy, LayersPolicy):
-        return [value.policy for value in policy.remat.values]
+        return [policy_of(value) for value in policy.remat.values]
     return [policy]
 
 

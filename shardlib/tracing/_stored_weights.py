@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from shardlib._tree import named_leaves
 from shardlib.layouts._chain_schedules import Chain
 from shardlib.tracing._bound_weights import bind_all_replicated, bind_replicated_weights
 from shardlib.tracing._chain_loops import (
@@ -115,7 +116,7 @@ def evaluate_on_use(function: Callable[..., Any], weights: Any, params: Any, *ar
             inputs.append(stored)
     # Traced with whole weights, as the function's author wrote it.
     traced, out = jax.make_jaxpr(function, return_shape=True)(treedef.unflatten(shapes), *args)
-    traced = with_policies_of_layers(traced)
+    traced = with_policies_of_layers(traced, [path for path, _ in named_leaves(weights)])
     inputs.extend(jax.tree.leaves(args))
     # Results that do not depend on the inputs may be NumPy's numbers, as they are in JAX's own
     # evaluation. The transformations around this function take those.

@@ -43,7 +43,7 @@ from shardlib.kernels._shards import (
     varying_alike,
 )
 from shardlib.layouts._annotate import mesh_of_shards
-from shardlib.layouts._remat_policy import BESIDE
+from shardlib.layouts._checkpoint_policies import BESIDE
 from shardlib.layouts._rules import axes_without, parts_over
 from shardlib.tracing._compressed_saves import named
 
