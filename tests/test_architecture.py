@@ -30,8 +30,8 @@ LAYERS = [
     ("", "rules"),
     (
         "layouts",
-        "_resolve _relate _placement _flax_rules _host _chain_schedules _remat_policy _annotate _route "
-        "_reshard",
+        "_resolve _relate _placement _flax_rules _host _chain_schedules _remat_policy "
+        "_checkpoint_policies _annotate _route _reshard",
     ),
     (
         "tracing",

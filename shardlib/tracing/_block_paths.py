@@ -14,8 +14,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from shardlib.tracing._jaxpr import held_functions, open_jaxpr, scan_parts
-from shardlib.tracing._layer_uses import is_cheap
+from shardlib.tracing._jaxpr import held_functions, is_cheap, open_jaxpr, scan_parts
 
 
 def paths_of_blocks(

@@ -27,6 +27,12 @@ from shardlib.compiled._source_lines import is_of_user
 JITS, REMATS = ("jit", "pjit"), ("checkpoint", "remat2")
 CALLS = (*JITS, *REMATS)
 
+# Operations that change one array cheaply.
+_CHEAP = {
+    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint",
+    "slice", "squeeze", "stop_gradient", "transpose",
+}  # fmt: skip
+
 
 class Stretch(NamedTuple):
     """Some equations of a jaxpr as a function of a list of values.
@@ -243,6 +249,16 @@ def is_block(equation: Any) -> bool:
     if equation.primitive.name not in REMATS:
         return False
     return equation.params["policy"] is not keeps_arguments
+
+
+def is_cheap(equation: Any) -> bool:
+    """Whether an equation makes a cheap change to one array, such as a cast or a transpose.
+
+    If the array is a weight, the change is made again wherever its result is used, so that no whole
+    copy of the weight has to be kept.
+    """
+    # Shapes that are not known while tracing are further operands.
+    return equation.primitive.name in _CHEAP and len(equation.invars) == 1
 
 
 def every_equation(jaxpr: Jaxpr) -> Iterator[Any]:

@@ -13,29 +13,22 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from shardlib.tracing._jaxpr import CALLS, JITS, open_jaxpr, readers_of, scan_parts, variables
+from shardlib.tracing._jaxpr import (
+    CALLS,
+    JITS,
+    is_cheap,
+    open_jaxpr,
+    readers_of,
+    scan_parts,
+    variables,
+)
 from shardlib.tracing._region import WeightSlice
 
 MARK = "shardlib_layer"
 """The name of the `jax.jit` around a marked block, by which a trace shows that it is marked."""
 
+
 # Primitives that are cheap when they have one operand.
-_CHEAP = {
-    "broadcast_in_dim", "convert_element_type", "copy", "reshape", "rev", "sharding_constraint",
-    "slice", "squeeze", "stop_gradient", "transpose",
-}  # fmt: skip
-
-
-def is_cheap(equation: Any) -> bool:
-    """Whether an equation makes a cheap change to one array, such as a cast or a transpose.
-
-    If the array is a weight, the change is made again wherever its result is used, so that no whole
-    copy of the weight has to be kept.
-    """
-    # Shapes that are not known while tracing are further operands.
-    return equation.primitive.name in _CHEAP and len(equation.invars) == 1
-
-
 def is_cheap_call(equation: Any) -> bool:
     """Whether an equation is a `jit` of cheap changes only, such as one that casts all weights."""
     if equation.primitive.name not in JITS or equation.params["name"] == MARK:
