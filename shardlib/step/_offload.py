@@ -116,6 +116,7 @@ def with_offloaded(remat: Any, offload: Offload | None) -> Any:
             f"`Strategy(remat={check.shown(remat)}, offload={offload})`: this value of `remat` "
             f"keeps {keeps}, or leave `activations` out."
         )
+    assert isinstance(kept, Remat)
     names = tuple(name for name in kept.names if name not in offload.activations)
     return replace(kept, names=names) | Remat.offload(*offload.activations)
 

@@ -65,8 +65,8 @@ class Kept:
 
     def merged(self, on_device: Sequence[Any], on_host: Sequence[Any]) -> list[Any]:
         """All that a layer has kept, in the order of the stacks."""
-        on_device, on_host = iter(on_device), iter(on_host)
-        return [next(on_host) if is_on_host(stack) else next(on_device) for stack in self.stacks]
+        of_device, of_host = iter(on_device), iter(on_host)
+        return [next(of_host) if is_on_host(stack) else next(of_device) for stack in self.stacks]
 
 
 def with_copies(
