@@ -94,6 +94,19 @@ def resolve_offload(value: Any) -> Offload | None:
     raise check.refusal("Strategy", "offload", value, takes)
 
 
+def _keeps_otherwise(remat: Any) -> str | None:
+    """What blocks keep by a value to which no names can be added, and what to do about it."""
+    if remat == "none":
+        return 'all activations on the device: recompute blocks, `remat="full"`'
+    if remat == "stage":
+        return 'none of blocks between the passes of a stage: recompute these, `remat="full"`'
+    if isinstance(remat, RematByBlock):
+        return "what each run says: say it there, `rest=sl.Remat.offload(...)`"
+    if isinstance(remat, RematBudget):
+        return "what fits on the device: name what it keeps, `sl.Remat.save(...)`"
+    return None
+
+
 def with_offloaded(remat: Any, offload: Offload | None) -> Any:
     """What blocks keep, `Strategy(remat=...)`, with the activations of `Offload` on the host.
 
@@ -102,15 +115,7 @@ def with_offloaded(remat: Any, offload: Offload | None) -> Any:
     kept = kept_by_blocks(remat)
     if offload is None or not offload.activations:
         return kept
-    keeps = None
-    if kept is None:
-        keeps = 'all activations on the device: recompute blocks, `remat="full"`'
-    elif remat == "stage":
-        keeps = 'none of blocks between the passes of a stage: recompute these, `remat="full"`'
-    elif isinstance(remat, RematByBlock):
-        keeps = "what it says of each block: say it there, `rest=sl.Remat.offload(...)`"
-    elif isinstance(remat, RematBudget):
-        keeps = "what fits on the device: name what it keeps, `sl.Remat.save(...)`"
+    keeps = _keeps_otherwise(remat)
     if keeps is not None:
         raise ValueError(
             f"`Strategy(remat={check.shown(remat)}, offload={offload})`: this value of `remat` "

@@ -95,8 +95,10 @@ class _Costs:
         flops = [_flops(jaxpr, equation) for equation in again]
         named: dict[Any, str] = {}
         sizes: dict[str, int] = defaultdict(int)
+        # A name of an input spares nothing: inputs are kept anyway.
+        inputs = set(jaxpr.invars)
         for equation in again:
-            if equation.primitive.name == "name":
+            if equation.primitive.name == "name" and inputs.isdisjoint(variables(equation.invars)):
                 (out,) = equation.outvars
                 named[out] = equation.params["name"].removesuffix(BESIDE)
                 sizes[named[out]] += out.aval.size * out.aval.dtype.itemsize

@@ -65,8 +65,12 @@ class Kept:
 
     def merged(self, on_device: Sequence[Any], on_host: Sequence[Any]) -> list[Any]:
         """All that a layer has kept, in the order of the stacks."""
-        of_device, of_host = iter(on_device), iter(on_host)
-        return [next(of_host) if is_on_host(stack) else next(of_device) for stack in self.stacks]
+        next_on_device, next_on_host = iter(on_device), iter(on_host)
+        merged = []
+        for stack in self.stacks:
+            source = next_on_host if is_on_host(stack) else next_on_device
+            merged.append(next(source))
+        return merged
 
 
 def with_copies(
