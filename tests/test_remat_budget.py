@@ -237,10 +237,10 @@ def test_choices_cost_what_jax_computes_again():
 
 def test_choices_are_the_best_there_are():
     """Of all subsets of names, none is smaller and computes less again than a choice."""
-    from shardlib.tracing._block_costs import _Costs
+    from shardlib.tracing._block_costs import Costs
 
     (block,) = [one for one in every_equation(traced_loss().jaxpr) if is_block(one)]
-    costs = _Costs.of(block)
+    costs = Costs.of(block)
     assert set(costs.sizes) == set(NAMES)
     best, frontier = float("inf"), []
     subsets = [set(names) for size in range(9) for names in itertools.combinations(NAMES, size)]

@@ -21,6 +21,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from shardlib.tracing._device_bytes import DeviceBytes
 from shardlib.tracing._flops import flops_of
 from shardlib.tracing._jaxpr import (
     JITS,
@@ -43,7 +44,7 @@ class Choice:
     """Activations that a block may keep, and what they come to.
 
     - `names`: those that are kept.
-    - `size`: their bytes as they are traced: on one device of the data axes, whole over others.
+    - `size`: their bytes on one device.
     - `flops`: operations of products that run again in the backward pass.
     """
 
@@ -57,7 +58,7 @@ def choices_of(block: Any) -> list[Choice]:
 
     No other choice is both smaller and computes less again. The first keeps nothing.
     """
-    costs = _Costs.of(block)
+    costs = Costs.of(block)
     choices = []
     limit = costs.total_size
     while limit >= 0:
@@ -77,7 +78,7 @@ def _undominated(choices: list[Choice]) -> list[Choice]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Costs:
+class Costs:
     """A block whose backward pass is known, and what it would take to compute each value again."""
 
     jaxpr: Jaxpr  # the forward pass, and as its outputs what the backward pass reads
@@ -85,11 +86,18 @@ class _Costs:
     flops: list[int]  # of each of these
     named: dict[Any, str]  # variables with names
     sizes: dict[str, int]  # bytes by name
+    bytes_of: DeviceBytes
 
     @classmethod
-    def of(cls, block: Any) -> "_Costs":
-        """The costs of a marked block."""
-        jaxpr = _with_residuals(block).jaxpr
+    def of(cls, block: Any) -> "Costs":
+        """The costs of a marked block, an equation."""
+        return cls.of_function(open_jaxpr(block.params["jaxpr"]))
+
+    @classmethod
+    def of_function(cls, function: Jaxpr) -> "Costs":
+        """The same of a block as a traced function."""
+        jaxpr = _with_residuals(function).jaxpr
+        bytes_of = DeviceBytes(jaxpr)
         again = behind(jaxpr, jaxpr.outvars, jaxpr.invars)
         flops = [_flops(jaxpr, equation) for equation in again]
         named: dict[Any, str] = {}
@@ -98,8 +106,8 @@ class _Costs:
             if equation.primitive.name == "name":
                 (out,) = equation.outvars
                 named[out] = equation.params["name"]
-                sizes[named[out]] += out.aval.size * out.aval.dtype.itemsize
-        return cls(jaxpr, again, flops, named, dict(sizes))
+                sizes[named[out]] += bytes_of(out)
+        return cls(jaxpr, again, flops, named, dict(sizes), bytes_of)
 
     @property
     def total_size(self) -> int:
@@ -136,19 +144,26 @@ class _Costs:
     def choice(self, names: set[str]) -> Choice:
         """What it comes to if the activations of these names are kept."""
         kept = {var for var, name in self.named.items() if name in names}
+        read, flops = self.without(kept)
+        # What nothing reads is not kept, whatever its name is.
+        used = {self.named[var] for var in kept & read}
+        size = sum(self.bytes_of(var) for var in kept & read)
+        return Choice(tuple(sorted(used)), size, flops)
+
+    def without(self, kept: set[Any]) -> tuple[set[Any], int]:
+        """Where only some values are kept: all that the backward pass reads and what is read to
+        compute that again, and the operations of products that run again.
+        """
         again = behind(self.jaxpr, self.jaxpr.outvars, {*self.jaxpr.invars, *kept})
         read = set(variables(self.jaxpr.outvars))
         for equation in again:
             read.update(variables(equation.invars))
-        # What nothing reads is not kept, whatever its name is.
-        used = {self.named[var] for var in kept & read}
-        size = sum(var.aval.size * var.aval.dtype.itemsize for var in kept & read)
         running = set(map(id, again))
         flops = 0
         for equation, cost in zip(self.again, self.flops, strict=True):
             if id(equation) in running:
                 flops += cost
-        return Choice(tuple(sorted(used)), size, flops)
+        return read, flops
 
     def _requirements(self, names: list[str]) -> tuple[Any, Any]:
         """One row for each value that has to be there, of what can provide it, and how much.
@@ -183,9 +198,8 @@ class _Costs:
         return np.array(rows), np.array(needed)
 
 
-def _with_residuals(block: Any) -> ClosedJaxpr:
+def _with_residuals(jaxpr: Jaxpr) -> ClosedJaxpr:
     """The forward pass of a block, which returns all that its backward pass reads."""
-    jaxpr = open_jaxpr(block.params["jaxpr"])
     function = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
     partition = Partition.by_dtype(jaxpr.invars)
 
