@@ -18,13 +18,14 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from shardlib.tracing._jaxpr import variables
+from shardlib.tracing._jaxpr import held_functions, open_jaxpr, variables
 
 # What hands its input on as it is.
 SAME = ("name", "sharding_constraint", "reduce_precision", "optimization_barrier", "copy")
+_WITH_OWN_DERIVATIVES = ("custom_vjp_call", "custom_jvp_call")
 # What a value is laid out for is what all of these read and write is laid out for.
 _ELEMENTWISE = {
-    *SAME,
+    *(*SAME, *_WITH_OWN_DERIVATIVES),
     *("abs", "add", "add_any", "convert_element_type", "cos", "div", "erf", "exp", "integer_pow"),
     *("log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "rsqrt", "select_n", "sign"),
     *("sin", "sqrt", "square", "stop_gradient", "sub", "tanh"),
@@ -63,7 +64,11 @@ class DeviceBytes:
 
     def _found(self, var: Any) -> int:
         """In how many parts a value is split."""
-        return self._behind(var, set()) or self._ahead(var, set()) or 1
+        return self.said(var) or 1
+
+    def said(self, var: Any) -> int | None:
+        """In how many parts annotations say that it is split; None if none does."""
+        return self._behind(var, set()) or self._ahead(var, set())
 
     def _behind(self, var: Any, seen: set[Any]) -> int | None:
         """What is said where a value comes from."""
@@ -71,7 +76,7 @@ class DeviceBytes:
             return None
         seen.add(var)
         equation, place = self._makers[var]
-        said = _said(equation, "out_specs", place)
+        said = _said(equation, "out_specs", place) or _said_within(equation, place)
         if said is not None:
             return said
         if equation.primitive.name in _ELEMENTWISE:
@@ -108,6 +113,18 @@ def _said(equation: Any, specs: str, place: int) -> int | None:
         return _parts(spec, params["sharding"].mesh.shape)
     if equation.primitive.name == "shard_map":
         return _parts(params[specs][place], params["mesh"].shape)
+    return None
+
+
+def _said_within(equation: Any, place: int) -> int | None:
+    """The parts that a function with a derivative of its own says its result to be in."""
+    if equation.primitive.name not in _WITH_OWN_DERIVATIVES:
+        return None
+    for function in held_functions(equation):
+        inner = open_jaxpr(function)
+        out = inner.outvars[place]
+        if not isinstance(out, Literal):
+            return DeviceBytes(inner).said(out)
     return None
 
 
