@@ -6,10 +6,13 @@ Sizes are those of the arrays, which a compiler may pad. They are of one microba
 what is alive at a time; operations are of a whole step on all devices.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from shardlib.layouts._remat_policy import LayersPolicy, RematBudget, kept_by_blocks, policy_of
 from shardlib.step._step import Step, traced_loss, with_remat
@@ -53,6 +56,11 @@ class Activation:
         return ", ".join(f"{state} in {count}" for state, count in self.states)
 
 
+def activation_values(activation: Activation) -> dict[str, Any]:
+    """A row as plain values, for JSON."""
+    return dataclasses.asdict(activation) | {"states": dict(activation.states)}
+
+
 def activations_of(step: Any, state: Any, batch: Any) -> tuple[Activation, ...]:
     """The activations of a step of ours, in the order in which its blocks make them.
 
@@ -84,8 +92,6 @@ def placed_of(step: Step, state: Any, batch: Any) -> list[PlacedLoop]:
 
 def weights_of(state: Any) -> int:
     """How many parameters a state has: trained and frozen ones."""
-    import jax
-
     return len(jax.tree.leaves((state.params, state.frozen)))
 
 

@@ -21,24 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from shardlib.checks import _arguments as check
 from shardlib.compiled._collectives import Collective, collectives
 from shardlib.compiled._compile import compile_apart
 from shardlib.compiled._memory import Memory, attribute
 from shardlib.compiled._written import Kept
-from shardlib.machine._chips import CHIPS, Chip
+from shardlib.machine._chips import Chip
 from shardlib.machine._mesh import format_mesh, slow_axes
 from shardlib.machine._targets import LOUD, Target
+from shardlib.planning._activations import Activation, activation_values, activations_of
 from shardlib.planning._advice import advice_for
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._flops import flops_of_planned
 from shardlib.planning._lower import check_traceable, lower
+from shardlib.planning._machine import checked_target, machine_of, mesh_of, on_target
 from shardlib.planning._prices import Price, prices
 from shardlib.planning._report import report
 from shardlib.step._pipelined import check_branches
-from shardlib.step._state import State, state_shardings
 from shardlib.step._step import Step
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._flops import Flops
@@ -48,7 +49,8 @@ from shardlib.tracing._flops import Flops
 class Plan:
     """What a step will do on a machine.
 
-    It has `memory` by kind, every one of the step's `collectives`, and whether it `fits`.
+    It has `memory` by kind, every one of the step's `collectives`, whether it `fits`, and what
+    marked blocks keep, `activations`.
 
     It prints as a report; `as_dict()` is the same for machines.
     """
@@ -70,6 +72,7 @@ class Plan:
     lower_seconds: float
     compile_seconds: float
     compiled_before: bool = False  # by an earlier plan, whose answer was kept
+    activations: tuple[Activation, ...] = ()  # of marked blocks, by name
 
     @property
     def fits(self) -> bool:
@@ -134,6 +137,7 @@ class Plan:
             "zero": [dataclasses.asdict(price) for price in self.prices],
             "estimate": _estimate_values(self.estimate),
             "flops": _flops_values(self.flops),
+            "activations": [activation_values(one) for one in self.activations],
             "refusal": self.refusal,
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
@@ -230,7 +234,7 @@ def plan(
     >>> plan.memory.kinds["parameters"], plan.memory.kinds["optimizer state"]
     (16384, 32772)
     """
-    machine = _checked_target(target)
+    machine = checked_target("plan", target)
     check.kind("plan", "estimate", estimate, Estimate, "what `sl.estimate` gives", optional=True)
     check.text("plan", "name", name)
     if cache is not None:
@@ -244,14 +248,14 @@ def plan(
     strategy: Strategy | None = None
     remarks: tuple[str, ...] = ()
     if isinstance(step, Step):
-        step, state = _on_target(step, state, machine)
+        step, state = on_target(step, state, machine)
         remarks = step.remarks
         strategy = step.strategy
         mesh: Mesh | None = step.strategy.device_mesh
     else:
         check_traceable("plan", step)
-        mesh = _mesh_of((state, batch))
-    platform, chip, options = _machine_of(mesh, machine)
+        mesh = mesh_of((state, batch))
+    platform, chip, options = machine_of(mesh, machine)
     traced = lower(step, state, batch)
     lowered = traced.lowered
     kept = None
@@ -289,6 +293,7 @@ def plan(
         lower_seconds=traced.seconds,
         compile_seconds=compiled.seconds,
         compiled_before=compiled.was_kept,
+        activations=activations_of(step, state, batch),
     )
 
 
@@ -327,18 +332,6 @@ def _text_of(lowered: Any) -> str:
     return "\n".join(kept)
 
 
-def _checked_target(target: Any) -> Target | None:
-    """The machine that a plan is for, or None for that of the step's mesh."""
-    if isinstance(target, str):
-        return Target(target)
-    if target is None or isinstance(target, Target):
-        return target
-    raise ValueError(
-        "`plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got "
-        f"{check.shown(target)}."
-    )
-
-
 @dataclass(frozen=True)
 class _Place:
     """Where a step would run, in words: the machine, its mesh, and how many devices there are."""
@@ -355,102 +348,6 @@ class _Place:
         if mesh is not None:
             text, slow, devices = format_mesh(mesh), slow_axes(mesh), mesh.size
         return cls(str(machine or f"{devices} {chip.name} devices"), text, slow, devices)
-
-
-def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, State]:
-    """The step and its abstract state, laid out on the target with the axes of the step's mesh.
-
-    Without a target, or on the target's own devices, the step stays as it is and only its state
-    becomes abstract. A target with another number of devices is refused.
-    """
-    if not isinstance(state, State):
-        raise ValueError(
-            "`plan` of a step of ours takes the `State` that `sl.init` makes; got "
-            f"{type(state).__name__}."
-        )
-    strategy = step.strategy
-    if target is not None and not _is_of(strategy, target):
-        theirs = strategy.device_mesh
-        if theirs.size != target.size:
-            raise ValueError(
-                f"The step's mesh `{format_mesh(theirs)}` is {theirs.size} devices, and `{target}` "
-                f"has {target.size}. Make the step for a mesh of the target: "
-                f"`sl.Strategy(mesh=sl.Target({str(target)!r}).mesh(...), ...)`."
-            )
-        # Between the slices of the target run the axes that the strategy says, or those that are
-        # slow on its own mesh.
-        crossing = ""
-        if target.slices > 1:
-            crossing = strategy.dcn or ",".join(slow_axes(theirs))
-        mesh = target.mesh(format_mesh(theirs), dcn=crossing)
-        strategy = dataclasses.replace(strategy, mesh=mesh, dcn="")
-        step = Step(step.loss_fn, strategy)
-        layout = dataclasses.replace(state.layout, strategy=strategy)
-        state = dataclasses.replace(state, layout=layout)
-
-    # Only shapes and shardings are needed, whatever the state was.
-    def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return step, jax.tree.map(abstract, state, state_shardings(state))
-
-
-def _is_of(strategy: Strategy, target: Target) -> bool:
-    """Whether the mesh of a strategy is made of exactly the target's devices.
-
-    A mesh that is given as text is one of the devices at hand, which are only those of the target
-    where that is made of CPUs.
-    """
-    if isinstance(strategy.mesh, str) and target.platform != "cpu":
-        return False
-    return set(strategy.device_mesh.devices.flat) == set(target.devices)
-
-
-def _mesh_of(tree: Any) -> Mesh | None:
-    """The mesh of the first leaf of a tree that is sharded over one, or `None`.
-
-    An abstract mesh does not count, because it has no devices to compile for.
-    """
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
-    return None
-
-
-def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, dict[str, Any]]:
-    """The platform to compile for, the datasheet of its chip, and the compiler's options.
-
-    They are those of the target if there is one, else those of the mesh's devices, or of the first
-    device at hand where there is no mesh either.
-    """
-    if target is not None:
-        if mesh is None or set(mesh.devices.flat) != set(target.devices):
-            raise ValueError(
-                f"The arrays of this step are not on `{target}`. A step that is not of "
-                "`sl.train_step` takes shapes with shardings on its mesh: "
-                "`jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))` with "
-                f"`mesh = sl.Target({str(target)!r}).mesh(...)`."
-            )
-        return target.platform, target.chip, target.compiler_options
-    device = jax.devices()[0]
-    if mesh is not None:
-        device = mesh.devices.flat[0]
-    kind = device.device_kind
-    chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
-    if chip is None:
-        known = ", ".join(f"`{chip.kind}`" for chip in CHIPS.values())
-        raise ValueError(f"`plan` knows no datasheet of `{kind}` devices; it knows {known}.")
-    # JAX calls NVIDIA's platform by either name.
-    platform = device.platform
-    if platform == "cuda":
-        platform = "gpu"
-    absent = type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
-    # Without a target to ask, absent GPUs get the compiler options of a GPU target.
-    options: dict[str, Any] = {}
-    if platform == "gpu" and absent:
-        options = Target("gpu:h200:1x1x8").compiler_options
-    return platform, chip, options
 
 
 def kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
