@@ -14,7 +14,14 @@ from typing import Any
 
 import jax
 
-from shardlib.layouts._remat_policy import LayersPolicy, RematBudget, kept_by_blocks, policy_of
+from shardlib.layouts._remat_policy import (
+    LayersPolicy,
+    Remat,
+    RematBudget,
+    kept_by_blocks,
+    policy_of,
+)
+from shardlib.step._remat_budget import Loop, loops_of
 from shardlib.step._step import Step, traced_loss, with_remat
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._block_activations import INPUT, BlockActivations
@@ -71,7 +78,7 @@ def activations_of(step: Any, state: Any, batch: Any) -> tuple[Activation, ...]:
         return ()
     if isinstance(step.strategy.remat, RematBudget):
         step = with_remat(step, step.fitted_remat(state, batch).best.remat)
-    rows = _Rows(_scale(step.strategy))
+    rows = _Rows(products_scale(step.strategy))
     kept = kept_by_blocks(step.strategy.remat)
     if kept is None:
         rows.add_all(_loops_that_keep_all(step, state, batch), policy_of(None))
@@ -90,6 +97,11 @@ def placed_of(step: Step, state: Any, batch: Any) -> list[PlacedLoop]:
     return placed_blocks(traced_loss(step, state, batch).jaxpr, weights_of(state))
 
 
+def loops_of_step(step: Step, state: Any, batch: Any) -> list[Loop]:
+    """The marked blocks of a step as a budget of memory takes them; refused if there are none."""
+    return loops_of(traced_loss(with_remat(step, Remat()), state, batch).jaxpr)
+
+
 def weights_of(state: Any) -> int:
     """How many parameters a state has: trained and frozen ones."""
     return len(jax.tree.leaves((state.params, state.frozen)))
@@ -105,7 +117,7 @@ def _loops_that_keep_all(step: Step, state: Any, batch: Any) -> list[PlacedLoop]
         return []
 
 
-def _scale(strategy: Strategy) -> int:
+def products_scale(strategy: Strategy) -> int:
     """How often a step computes a block that the trace calls once, on all devices."""
     sizes = strategy.device_mesh.shape
     return strategy.microbatches * math.prod(sizes[axis] for axis in strategy.data_axes)

@@ -12,31 +12,24 @@ does not fit, the plan adds advice, sorted by the bytes that it could save.
 import dataclasses
 import math
 import os
-import re
-import traceback
 from collections import defaultdict
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from shardlib.checks import _arguments as check
 from shardlib.compiled._collectives import Collective, collectives
-from shardlib.compiled._compile import compile_apart
-from shardlib.compiled._memory import Memory, attribute
-from shardlib.compiled._written import Kept
+from shardlib.compiled._memory import Memory
 from shardlib.machine._chips import Chip
 from shardlib.machine._mesh import format_mesh, slow_axes
-from shardlib.machine._targets import LOUD, Target
+from shardlib.machine._targets import Target
 from shardlib.planning._activations import Activation, activation_values, activations_of
 from shardlib.planning._advice import advice_for
+from shardlib.planning._compiled_step import Machine, compile_step
 from shardlib.planning._estimate import Estimate
-from shardlib.planning._flops import flops_of_planned
-from shardlib.planning._lower import check_traceable, lower
-from shardlib.planning._machine import checked_target, machine_of, mesh_of, on_target
+from shardlib.planning._lower import check_traceable
+from shardlib.planning._machine import checked_target, mesh_of, on_target
 from shardlib.planning._prices import Price, prices
 from shardlib.planning._report import report
 from shardlib.step._pipelined import check_branches
@@ -255,15 +248,8 @@ def plan(
     else:
         check_traceable("plan", step)
         mesh = mesh_of((state, batch))
-    platform, chip, options = machine_of(mesh, machine)
-    traced = lower(step, state, batch)
-    lowered = traced.lowered
-    kept = None
-    if cache is not None and isinstance(step, Step) and mesh is not None:
-        kept = Kept.of(Path(cache), _key(step, lowered, mesh, options))
-    compiled = compile_apart(lowered, platform, options, kept)
-    memory = attribute(compiled, platform, kinds_of(traced.paths, len(jax.tree.leaves(state))))
-    _check_host_memory(platform, memory, (state, batch))
+    made = compile_step(step, state, batch, Machine.of(mesh, machine), cache)
+    compiled, memory, chip = made.compiled, made.memory, made.machine.chip
     step_collectives = collectives(compiled.program, mesh)
     stage_prices: tuple[Price, ...] = ()
     if strategy is not None:
@@ -289,47 +275,12 @@ def plan(
         prices=stage_prices,
         estimate=estimate,
         refusal=compiled.refusal,
-        flops=flops_of_planned(step, traced.jaxpr),
-        lower_seconds=traced.seconds,
+        flops=made.flops,
+        lower_seconds=made.lowered.seconds,
         compile_seconds=compiled.seconds,
         compiled_before=compiled.was_kept,
         activations=activations_of(step, state, batch),
     )
-
-
-def _key(step: Step, lowered: Any, mesh: Mesh, options: dict[str, Any]) -> list[str]:
-    """Texts that say all that a compiler's answer depends on.
-
-    The program has its lines of Python with it, so that what is kept never blames a line that has
-    moved.
-    """
-    devices = list(mesh.devices.flat)
-    parts = [_text_of(lowered), devices[0].client.platform_version]
-    for package in ("jax", "jaxlib"):
-        parts.append(version(package))
-    # Their places on a torus, too.
-    for device in devices:
-        parts.append(f"{device!r} {device.device_kind}")
-    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *LOUD):
-        parts.append(os.environ.get(variable, ""))
-    for given in (options, step.compiler_options):
-        parts.append(repr(sorted(given.items())))
-    return parts
-
-
-def _text_of(lowered: Any) -> str:
-    """The program with its lines of Python, but for those that have asked for the plan.
-
-    JAX notes for each operation which functions called each other on the way to it, from the start
-    of the process on. Where a plan is asked for makes no difference to it.
-    """
-    callers = {f'"{frame.filename}":{frame.lineno}' for frame in traceback.extract_stack()}
-    kept = []
-    for line in lowered.as_text(debug_info=True).splitlines():
-        place = re.match(r'#loc\d+ = loc\((".*":\d+):', line)
-        if place is None or place[1] not in callers:
-            kept.append(line)
-    return "\n".join(kept)
 
 
 @dataclass(frozen=True)
@@ -348,35 +299,3 @@ class _Place:
         if mesh is not None:
             text, slow, devices = format_mesh(mesh), slow_axes(mesh), mesh.size
         return cls(str(machine or f"{devices} {chip.name} devices"), text, slow, devices)
-
-
-def kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
-    """The kind of memory that each argument is, by its path.
-
-    The leaves of the state come first, and are told apart by the names in their paths; all leaves
-    after them are inputs.
-    """
-    kinds = {}
-    for number, path in enumerate(paths):
-        # The arguments of a step are the leaves of its state, and then those of the batch.
-        if number >= leaves_of_state:
-            kinds[path] = "inputs"
-        elif re.search(r"\b(opt_state|errors)\b", path):
-            kinds[path] = "optimizer state"
-        elif re.search(r"\bparams\b", path):
-            kinds[path] = "parameters"
-        else:
-            kinds[path] = "other state"
-    return kinds
-
-
-def _check_host_memory(platform: str, memory: Memory, arguments: Any) -> None:
-    """Refuse arguments in the host's memory where the compiler counts them as the device's."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
-    on_host = any(getattr(each, "memory_kind", None) == "pinned_host" for each in shardings)
-    if platform == "gpu" and on_host and not memory.host_bytes:
-        raise ValueError(
-            "Some arrays of this step are in the host's memory (`pinned_host`), which the compiler "
-            "ignores for GPUs that are not there: it would count them as the device's. Plan for a "
-            "TPU, or for the GPUs at hand."
-        )

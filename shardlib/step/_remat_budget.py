@@ -111,13 +111,17 @@ class FittedRemat:
 
 
 def fit_remat(
-    budget: int, loops: Sequence[Loop], peak_of: Callable[[Remat | RematLayers], int]
+    budget: int,
+    loops: Sequence[Loop],
+    peak_of: Callable[[Remat | RematLayers], int],
+    programs: int = _MOST_PROGRAMS,
 ) -> FittedRemat:
     """Find what blocks keep so that a step takes no more than a budget, and computes little again.
 
-    `peak_of` compiles a step for a value, and says what it takes of a device.
+    `peak_of` compiles a step for a value, and says what it takes of a device; so many `programs`
+    are compiled at most.
     """
-    layers = _Layers.of(loops)
+    layers = Layers.of(loops)
     tried: list[Tried] = []
 
     def attempt(limit: float) -> Tried | None:
@@ -136,7 +140,7 @@ def fit_remat(
             "where blocks keep their inputs alone. Take fewer examples at once, "
             "`Strategy(accumulate=...)`; split more, `Strategy(zero=3)`; or mark smaller blocks."
         )
-    while len(tried) < _MOST_PROGRAMS and attempt(_next_limit(tried, budget)) is not None:
+    while len(tried) < programs and attempt(_next_limit(tried, budget)) is not None:
         if max(one.peak for one in tried if one.peak <= budget) >= _FULL * budget:
             break
     return FittedRemat(budget, tuple(tried))
@@ -173,7 +177,7 @@ def _say(tried: Tried, budget: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layers:
+class Layers:
     """All marked blocks of a loss, with the choices for each kind of block."""
 
     loops: Sequence[Loop]
@@ -182,7 +186,7 @@ class _Layers:
     counts: list[int]  # how often each kind is called
 
     @classmethod
-    def of(cls, loops: Sequence[Loop]) -> "_Layers":
+    def of(cls, loops: Sequence[Loop]) -> "Layers":
         """The choices for all blocks; blocks that compute the same are of one kind."""
         numbers: dict[str, int] = {}
         choices: list[list[Choice]] = []
@@ -200,6 +204,13 @@ class _Layers:
                 counts[numbers[text]] += loop.times
             kinds.append(of_loop)
         return cls(loops, kinds, choices, counts)
+
+    @property
+    def most(self) -> int:
+        """The bytes of the largest choice for every layer."""
+        return sum(
+            count * of[-1].size for count, of in zip(self.counts, self.choices, strict=True)
+        )
 
     def best(self, limit: float) -> tuple[Remat | RematLayers, int, int]:
         """What computes the least again and takes at most so many bytes: its value, its bytes as
