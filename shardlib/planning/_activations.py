@@ -21,7 +21,6 @@ from shardlib.layouts._remat_policy import (
     kept_by_blocks,
     policy_of,
 )
-from shardlib.step._remat_budget import Loop, loops_of
 from shardlib.step._step import Step, traced_loss, with_remat
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._block_activations import INPUT, BlockActivations
@@ -97,9 +96,9 @@ def placed_of(step: Step, state: Any, batch: Any) -> list[PlacedLoop]:
     return placed_blocks(traced_loss(step, state, batch).jaxpr, weights_of(state))
 
 
-def loops_of_step(step: Step, state: Any, batch: Any) -> list[Loop]:
-    """The marked blocks of a step as a budget of memory takes them; refused if there are none."""
-    return loops_of(traced_loss(with_remat(step, Remat()), state, batch).jaxpr)
+def loops_of_step(step: Step, state: Any, batch: Any) -> list[PlacedLoop]:
+    """The marked blocks of a step, whatever they keep; refused if there are none."""
+    return placed_of(with_remat(step, Remat()), state, batch)
 
 
 def weights_of(state: Any) -> int:
@@ -151,10 +150,9 @@ class _Rows:
 
     def _kind(self, placed: Placed) -> BlockActivations:
         """The activations of a block; those that compute the same are looked at once."""
-        key = str(placed.function), placed.origins
-        if key not in self.kinds:
-            self.kinds[key] = BlockActivations(placed)
-        return self.kinds[key]
+        if placed.key not in self.kinds:
+            self.kinds[placed.key] = BlockActivations(placed)
+        return self.kinds[placed.key]
 
     def _add(self, name: str, state: str, layers: int, size: int, flops: int) -> None:
         self.rows.setdefault(name, _Row()).add(state, layers, size, self.scale * flops)

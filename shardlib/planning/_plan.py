@@ -6,7 +6,8 @@ A plan needs no device and runs nothing. It is made in four stages:
                                                                                     collectives
 
 The compiler is the target's own, so what it says is what the step will take there. Where the step
-does not fit, the plan adds advice, sorted by the bytes that it could save.
+does not fit, the plan adds advice, sorted by the bytes that it could save; and where much memory is
+left that would spare recomputation, what to spend it on.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ from shardlib.planning._estimate import Estimate
 from shardlib.planning._lower import check_traceable
 from shardlib.planning._machine import checked_target, mesh_of, on_target
 from shardlib.planning._prices import Price, prices
+from shardlib.planning._remat_advice import Planned, remat_advice
 from shardlib.planning._report import report
 from shardlib.step._pipelined import check_branches
 from shardlib.step._step import Step
@@ -218,6 +220,9 @@ def plan(
     In the folder `cache`, if there is one, what the compiler says of a step of `sl.train_step` is
     kept; the same step is not compiled for the same machine again.
 
+    Where the step does not fit, up to five more programs are compiled to say what its blocks may
+    keep, with a line on standard error for each.
+
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     >>> make = lambda: {"w": jnp.zeros((64, 64))}
@@ -256,10 +261,11 @@ def plan(
         stage_prices = prices(state, strategy)
         if strategy.pipeline is not None:
             check_branches(step_collectives)
-    # Advice is only for a step that does not fit or that the compiler refuses.
-    advice: tuple[str, ...] = ()
-    if memory.total_bytes > chip.usable_bytes or compiled.refusal:
-        advice = advice_for(memory, chip, strategy)
+    activations = activations_of(step, state, batch)
+    about_remat = remat_advice(Planned(step, state, batch, made, activations, cache))
+    advice = tuple(text for _, text in about_remat)
+    if not made.fits:
+        advice = advice_for(memory, chip, strategy, about_remat)
     place = _Place.of(mesh, machine, chip)
     return Plan(
         name=name or getattr(getattr(step, "loss_fn", step), "__name__", "the step"),
@@ -279,7 +285,7 @@ def plan(
         lower_seconds=made.lowered.seconds,
         compile_seconds=compiled.seconds,
         compiled_before=compiled.was_kept,
-        activations=activations_of(step, state, batch),
+        activations=activations,
     )
 
 

@@ -172,7 +172,9 @@ class Step:
 
     def _fit(self, state: Any, batch: Any) -> FittedRemat:
         """Find what blocks keep, by compiling for shapes of a state and a batch."""
-        loops = loops_of(traced_loss(self._with_remat(Remat()), state, batch).jaxpr)
+        weights = len(jax.tree.leaves((state.params, state.frozen)))
+        loss = traced_loss(self._with_remat(Remat()), state, batch)
+        loops = loops_of(loss.jaxpr, weights)
         platform = self.strategy.device_mesh.devices.flat[0].platform
 
         def peak_of(remat: Any) -> int:

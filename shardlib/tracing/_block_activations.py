@@ -19,11 +19,10 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from shardlib.tracing._block_costs import Costs
+from shardlib.tracing._block_costs import Costs, inputs_with_derivatives
 from shardlib.tracing._block_places import Origin, Placed, parts_of
 from shardlib.tracing._device_bytes import SAME
 from shardlib.tracing._jaxpr import variables
-from shardlib.tracing._linearize import Partition
 
 INPUT, OTHERS = "block input", "others"
 
@@ -56,9 +55,10 @@ class BlockActivations:
 
     def __init__(self, placed: Placed) -> None:
         self.function = placed.function
-        self.costs = Costs.of_function(placed.function)
+        self.costs = Costs.of(placed)
         # What has a derivative comes first in the function with its derivative.
-        floats, others = Partition.by_dtype(placed.function.invars).split(placed.origins)
+        derived = inputs_with_derivatives(placed.function, placed.moving)
+        floats, others = derived.split(placed.origins)
         origins = dict(zip(self.costs.jaxpr.invars, [*floats, *others], strict=True))
         self._input = {var for var, origin in origins.items() if origin == Origin.OWN}
         self._depends = {var for var, origin in origins.items() if origin >= Origin.EACH}

@@ -13,6 +13,7 @@ each name is kept, and whether each equation runs again.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from shardlib.tracing._block_places import Placed
 from shardlib.tracing._device_bytes import DeviceBytes
 from shardlib.tracing._flops import flops_of
 from shardlib.tracing._jaxpr import (
@@ -54,7 +56,7 @@ class Choice:
 
 
 def choices_of(block: Any) -> list[Choice]:
-    """The best choices of named activations for a marked block, an equation, smallest first.
+    """The best choices of named activations for a marked block, smallest first.
 
     No other choice is both smaller and computes less again. The first keeps nothing.
     """
@@ -90,13 +92,15 @@ class Costs:
 
     @classmethod
     def of(cls, block: Any) -> "Costs":
-        """The costs of a marked block, an equation."""
+        """The costs of a marked block: in its place in a loss, or an equation."""
+        if isinstance(block, Placed):
+            return cls.of_function(block.function, block.moving)
         return cls.of_function(open_jaxpr(block.params["jaxpr"]))
 
     @classmethod
-    def of_function(cls, function: Jaxpr) -> "Costs":
-        """The same of a block as a traced function."""
-        jaxpr = _with_residuals(function).jaxpr
+    def of_function(cls, function: Jaxpr, moving: Sequence[bool] | None = None) -> "Costs":
+        """The same of a traced function, of which some inputs have derivatives or all do."""
+        jaxpr = _with_residuals(function, inputs_with_derivatives(function, moving)).jaxpr
         bytes_of = DeviceBytes(jaxpr)
         again = behind(jaxpr, jaxpr.outvars, jaxpr.invars)
         flops = [_flops(jaxpr, equation) for equation in again]
@@ -198,10 +202,17 @@ class Costs:
         return np.array(rows), np.array(needed)
 
 
-def _with_residuals(jaxpr: Jaxpr) -> ClosedJaxpr:
+def inputs_with_derivatives(function: Jaxpr, moving: Sequence[bool] | None = None) -> Partition:
+    """Which inputs of a function its derivative is taken by: those that move and are floats."""
+    floats = Partition.by_dtype(function.invars).is_float
+    if moving is None:
+        return Partition(floats)
+    return Partition(tuple(a and b for a, b in zip(floats, moving, strict=True)))
+
+
+def _with_residuals(jaxpr: Jaxpr, partition: Partition) -> ClosedJaxpr:
     """The forward pass of a block, which returns all that its backward pass reads."""
     function = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
-    partition = Partition.by_dtype(jaxpr.invars)
 
     def residuals(floats: list[Any], others: list[Any]) -> list[Any]:
         def call(floats: list[Any]) -> list[Any]:

@@ -10,12 +10,15 @@ What a block gets is told apart by where it comes from:
 - *each*: it differs between turns, but it is there as a stack whether it is kept or not;
 - *shared*: the same in all turns of a loop;
 - *no activation*: it is made of weights alone.
+
+And it *moves* if it has a derivative with respect to weights. Positions have none: what a derivative
+with respect to them would read is not kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Literal
 
@@ -32,6 +35,13 @@ class Origin(IntEnum):
     OWN = 3
 
 
+class Source(NamedTuple):
+    """Where a value comes from, and whether it moves."""
+
+    origin: Origin
+    moves: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Placed:
     """A marked block in a loss: its function, what it keeps, where its inputs come from, and how
@@ -40,8 +50,23 @@ class Placed:
 
     function: Jaxpr
     policy: Any
-    origins: tuple[Origin, ...]
+    sources: tuple[Source, ...]
     times: int = 1
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where its inputs come from."""
+        return tuple(source.origin for source in self.sources)
+
+    @property
+    def moving(self) -> tuple[bool, ...]:
+        """Which of its inputs move."""
+        return tuple(source.moves for source in self.sources)
+
+    @property
+    def key(self) -> Any:
+        """What is equal for blocks that keep and compute the same."""
+        return str(self.function), self.sources
 
 
 @dataclass(frozen=True)
@@ -58,16 +83,18 @@ def placed_blocks(loss: Jaxpr, weights: int) -> list[PlacedLoop]:
     `weights` is how many of its first inputs are weights. A block that is called once is a loop of
     one turn.
     """
-    origins = [Origin.SHARED] * len(loss.invars)
-    origins[:weights] = [Origin.WEIGHTS] * weights
-    return _Walk(_is_marked).loops(loss, origins)
+    return _Walk(_is_marked).loops(loss, _of_loss(loss, weights))
 
 
 def loops_with_parts(loss: Jaxpr, weights: int) -> list[PlacedLoop]:
     """The bodies of loops whose blocks drop some of their parts: each stands for its blocks."""
-    origins = [Origin.SHARED] * len(loss.invars)
-    origins[:weights] = [Origin.WEIGHTS] * weights
-    return _Walk(_never, of_bodies=True).loops(loss, origins)
+    return _Walk(_never, of_bodies=True).loops(loss, _of_loss(loss, weights))
+
+
+def _of_loss(loss: Jaxpr, weights: int) -> list[Source]:
+    """Where the inputs of a loss come from."""
+    others = len(loss.invars) - weights
+    return [_WEIGHT] * weights + [_OTHER] * others
 
 
 def _is_marked(equation: Any) -> bool:
@@ -99,15 +126,15 @@ class _Walk:
     in_loop: bool = False
     seen: set[Any] = field(default_factory=set)
 
-    def loops(self, jaxpr: Jaxpr, origins: Sequence[Origin]) -> list[PlacedLoop]:
+    def loops(self, jaxpr: Jaxpr, sources: Sequence[Source]) -> list[PlacedLoop]:
         """The blocks of a function whose inputs come from there."""
-        known = dict(zip(jaxpr.invars, origins, strict=True))
+        known = dict(zip(jaxpr.invars, sources, strict=True))
         # What a loss closes over is keys and the like.
-        known |= dict.fromkeys(jaxpr.constvars, Origin.SHARED)
+        known |= dict.fromkeys(jaxpr.constvars, _OTHER)
         loops: list[PlacedLoop] = []
         for equation in jaxpr.eqns:
-            inputs = [_origin(var, known) for var in equation.invars]
-            known |= dict.fromkeys(equation.outvars, max(inputs, default=Origin.WEIGHTS))
+            inputs = [_source(var, known) for var in equation.invars]
+            known |= dict.fromkeys(equation.outvars, _joined(inputs))
             if self.is_wanted(equation):
                 loops.append(PlacedLoop((self._block(equation, inputs),), 1))
             elif equation.primitive.name == "scan":
@@ -116,62 +143,77 @@ class _Walk:
                 loops += self._inside(equation, inputs)
         return loops
 
-    def _block(self, equation: Any, inputs: list[Origin]) -> Placed:
+    def _block(self, equation: Any, inputs: list[Source]) -> Placed:
         """A marked block, an equation."""
         own_from = Origin.OWN if self.in_loop else Origin.SHARED
-        origins = []
-        for var, origin in zip(equation.invars, inputs, strict=True):
-            if origin >= own_from:
+        sources = []
+        for var, source in zip(equation.invars, inputs, strict=True):
+            if source.origin >= own_from:
                 # What two blocks get is kept once.
                 origin = Origin.EACH if var in self.seen else Origin.OWN
+                source = Source(origin, source.moves)
                 self.seen.add(var)
-            origins.append(origin)
+            sources.append(source)
         function = open_jaxpr(equation.params["jaxpr"])
-        return Placed(function, equation.params["policy"], tuple(origins))
+        return Placed(function, equation.params["policy"], tuple(sources))
 
-    def _of_scan(self, equation: Any, inputs: list[Origin]) -> list[PlacedLoop]:
+    def _of_scan(self, equation: Any, inputs: list[Source]) -> list[PlacedLoop]:
         """The blocks in the body of a loop."""
         body, length = open_jaxpr(equation.params["jaxpr"]), equation.params["length"]
-        origins = _in_body(equation, inputs)
-        inside = replace(self, in_loop=True, seen=set()).loops(body, origins)
+        sources = _in_body(equation, inputs)
+        inside = replace(self, in_loop=True, seen=set()).loops(body, sources)
         if not inside and self.of_bodies and any(parts_of(body)):
-            return [PlacedLoop((Placed(body, None, tuple(origins), length),), length)]
+            return [PlacedLoop((Placed(body, None, tuple(sources), length),), length)]
         return _repeated(inside, length)
 
-    def _inside(self, equation: Any, inputs: list[Origin]) -> list[PlacedLoop]:
+    def _inside(self, equation: Any, inputs: list[Source]) -> list[PlacedLoop]:
         """The blocks in what any other equation holds: what it calls, or its branches."""
         loops: list[PlacedLoop] = []
         for function in held_functions(equation):
             inner = open_jaxpr(function)
             # Some inputs, such as the number of a branch, come before those that are handed on.
-            origins = inputs[len(inputs) - len(inner.invars) :]
+            sources = inputs[len(inputs) - len(inner.invars) :]
             if len(inputs) < len(inner.invars):
-                origins = [max(inputs, default=Origin.SHARED)] * len(inner.invars)
-            loops += self.loops(inner, origins)
+                sources = [_joined([*inputs, _OTHER])] * len(inner.invars)
+            loops += self.loops(inner, sources)
         return loops
 
 
-def _origin(var: Any, known: dict[Any, Origin]) -> Origin:
+_WEIGHT, _OTHER = Source(Origin.WEIGHTS, True), Source(Origin.SHARED, False)
+_CONSTANT = Source(Origin.WEIGHTS, False)
+
+
+def _source(var: Any, known: dict[Any, Source]) -> Source:
     if isinstance(var, Literal):
-        return Origin.WEIGHTS
-    return known.get(var, Origin.SHARED)
+        return _CONSTANT
+    return known.get(var, _OTHER)
 
 
-def _in_body(equation: Any, inputs: list[Origin]) -> list[Origin]:
+def _joined(sources: Sequence[Source]) -> Source:
+    """Where a value comes from that is made of others."""
+    origin = max([source.origin for source in sources], default=Origin.WEIGHTS)
+    return Source(origin, any(source.moves for source in sources))
+
+
+def _in_body(equation: Any, inputs: list[Source]) -> list[Source]:
     """Where the inputs of a loop's body come from, of those of the loop."""
     constants, carries = scan_parts(equation)
     carried = constants + carries
-    origins = []
-    for place, origin in enumerate(inputs):
+    # One turn adds to a carry what any other input has.
+    made = _joined(inputs)
+    if made.origin > Origin.WEIGHTS:
+        made = Source(Origin.OWN, made.moves)
+    sources = []
+    for place, source in enumerate(inputs):
         if place < constants:
-            origins.append(min(origin, Origin.SHARED))
+            sources.append(Source(min(source.origin, Origin.SHARED), source.moves))
         elif place < carried:
-            # One turn adds to it what any other input has.
-            moves = any(one > Origin.WEIGHTS for one in inputs)
-            origins.append(Origin.OWN if moves else Origin.WEIGHTS)
+            sources.append(made)
+        elif source.origin > Origin.WEIGHTS:
+            sources.append(Source(Origin.EACH, source.moves))
         else:
-            origins.append(Origin.EACH if origin > Origin.WEIGHTS else origin)
-    return origins
+            sources.append(source)
+    return sources
 
 
 def _repeated(loops: list[PlacedLoop], times: int) -> list[PlacedLoop]:
