@@ -14,9 +14,8 @@ from flax import nnx
 import shardlib as sl
 from models import gpt
 from shardlib.step._remat_budget import fit_remat, loops_of
-from shardlib.tracing._block_costs import choices_of
+from shardlib.tracing._block_costs import Costs, choices_of
 from shardlib.tracing._flops import flops_of
-from shardlib.tracing._jaxpr import every_equation, is_block
 from shardlib.tracing._layer_runs import Run, loop_in_runs
 
 ROWS, LENGTH, WIDTH, LAYERS = 16, 32, 64, 5
@@ -206,10 +205,15 @@ def traced_loss(remat="full"):
         return jax.make_jaxpr(lambda p: gpt.loss(nnx.merge(graph, p), BATCH).total)(params)
 
 
+def marked_block():
+    (loop,) = loops_of(traced_loss().jaxpr)
+    (block,) = loop.blocks
+    return block
+
+
 @functools.cache
 def choices():
-    (block,) = [one for one in every_equation(traced_loss().jaxpr) if is_block(one)]
-    return choices_of(block)
+    return choices_of(marked_block())
 
 
 NAMES = ("attention_out", "context", "key", "mlp_gate", "mlp_hidden", "mlp_up", "query", "value")
@@ -235,12 +239,14 @@ def test_choices_cost_what_jax_computes_again():
         assert choice.flops == recomputed_flops(choice.names)
 
 
+def test_positions_are_no_reason_to_compute_products_again():
+    """They have no derivative, so that what it would read is neither kept nor computed again."""
+    assert choices()[-1].flops == 0 and {"query", "key"} <= set(choices()[-1].names)
+
+
 def test_choices_are_the_best_there_are():
     """Of all subsets of names, none is smaller and computes less again than a choice."""
-    from shardlib.tracing._block_costs import Costs
-
-    (block,) = [one for one in every_equation(traced_loss().jaxpr) if is_block(one)]
-    costs = Costs.of(block)
+    costs = Costs.of(marked_block())
     assert set(costs.sizes) == set(NAMES)
     best, frontier = float("inf"), []
     subsets = [set(names) for size in range(9) for names in itertools.combinations(NAMES, size)]
