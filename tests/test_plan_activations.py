@@ -45,7 +45,9 @@ def loss_of_parts(model, x, rng):
     return jnp.mean(jax.lax.scan(lambda x, w: (block(x, w), None), x, model)[0] ** 2)
 
 
-def step_of(remat, mesh="data=8,model=1", rules=TENSOR, loss=loss_of_loop, dtype="float32", **options):
+def step_of(
+    remat, mesh="data=8,model=1", rules=TENSOR, loss=loss_of_loop, dtype="float32", **options
+):
     strategy = sl.Strategy(mesh=mesh, rules=rules, remat=remat, **options)
     make = lambda: dict.fromkeys(("gate", "up", "down"), jnp.zeros((LAYERS, WIDTH, WIDTH), dtype))
     state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)

@@ -14,7 +14,9 @@ def activations_table(plan: Any) -> str:
     total = 0
     if plan.flops is not None:
         total = plan.flops.total
-    rows = [("activations of marked blocks", "a layer", "all kept", "", "of all products, keeping it")]
+    rows = [
+        ("activations of marked blocks", "a layer", "all kept", "", "of all products, keeping it")
+    ]
     for one in plan.activations:
         rows.append(
             (

@@ -1,4 +1,4 @@
-"""A step compiled for a machine, and what it takes of it: the common part of all that is planned."""
+"""A step compiled for a machine, and what it takes of it: what all plans have in common."""
 
 import os
 import re

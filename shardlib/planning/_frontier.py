@@ -148,7 +148,7 @@ def frontier(
     if step.strategy.pipeline is not None:
         raise ValueError(
             "`frontier` is of steps without `Strategy(pipeline=...)`: there the schedule says how "
-            "many microbatches keep what. Plan it with `remat=\"full\"` and `remat=\"stage\"`."
+            'many microbatches keep what. Plan it with `remat="full"` and `remat="stage"`.'
         )
     step, state = on_target(step, state, machine)
     found = _Search.of(step, state, batch, machine, cache).points(points, compiled)
@@ -260,5 +260,3 @@ def say(text: str) -> None:
     if jax.process_index() == 0:
         sys.stderr.write(f"shardlib: {text}\n")
         sys.stderr.flush()
-
-

@@ -53,9 +53,7 @@ def answer_of(
         raise ValueError("`--svg` draws a frontier: add `--frontier`.")
     if arguments.largest_microbatch:
         memory = arguments.memory
-        found = largest_microbatch(
-            _of_ours(step), state, batch, target, memory=memory, cache=cache
-        )
+        found = largest_microbatch(_of_ours(step), state, batch, target, memory=memory, cache=cache)
         values = dataclasses.asdict(found) | {"best": dataclasses.asdict(found.best)}
         return _answer(arguments, str(found), values, True)
     if arguments.memory:

@@ -91,7 +91,7 @@ def _of_room(planned: Planned) -> list[tuple[float, str]]:
     text = (
         f"Keep more: `Strategy(remat={remat_code(plain_remat(remat))})` spares {share:.1%} of the "
         f"step's products, and needs {human_bytes(more)} more of the {human_bytes(room)} that are "
-        "free, by the sizes of its arrays. `--frontier`, or `sl.planning.frontier`, has all choices."
+        "free, by the sizes of its arrays; `--frontier` or `sl.planning.frontier` has all choices."
     )
     return [(more, text)]
 

@@ -3,8 +3,8 @@
 A report is a list of sections with an empty line between them. Each section has a function of its
 own that returns its text, or an empty string where the plan has nothing to say on that subject:
 
-    title  memory  refusal  activations  largest arrays  communication  ZeRO  estimate  products  remarks  advice
-    seconds
+    title  memory  refusal  activations  largest arrays  communication  ZeRO  estimate  products
+    remarks  advice  seconds
 
 Tables are fitted to the width of the terminal: the columns named in `shorten` are cut first, then
 those in `drop` are left out, in that order.

@@ -180,9 +180,7 @@ class Layers:
     @property
     def most(self) -> int:
         """The bytes of the largest choice for every layer."""
-        return sum(
-            count * of[-1].size for count, of in zip(self.counts, self.choices, strict=True)
-        )
+        return sum(count * of[-1].size for count, of in zip(self.counts, self.choices, strict=True))
 
     def best(self, limit: float) -> tuple[Remat | RematLayers, int, int]:
         """What computes the least again and takes at most so many bytes: its value, its bytes as

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Literal
 
 from shardlib.tracing._block_costs import Costs, inputs_with_derivatives
 from shardlib.tracing._block_places import Origin, Placed, parts_of
@@ -174,7 +174,6 @@ class BlockActivations:
     def _names(self) -> list[str]:
         """The names in the order in which the block makes them."""
         return list(dict.fromkeys(self.costs.named.values()))
-
 
 
 def _made(costs: Costs) -> list[Any]:

@@ -11,7 +11,7 @@ What a block gets is told apart by where it comes from:
 - *shared*: the same in all turns of a loop;
 - *no activation*: it is made of weights alone.
 
-And it *moves* if it has a derivative with respect to weights. Positions have none: what a derivative
+And it *moves* if it depends on weights that are differentiated. Positions do not: what a derivative
 with respect to them would read is not kept.
 """
 
