@@ -110,7 +110,7 @@ def test_a_picture_has_each_point_and_the_memory_of_the_target():
     assert "the target has 60.0 MiB" in words and "a < b" in words
     lines = str(found).splitlines()
     assert len(lines) == len(found.points) + 1
-    assert re.search(r"63.0 MiB +too much +0.0% +compiled +sl.Remat.save", lines[-2])
+    assert re.search(r"63.0 MiB +0.0% +compiled +too much +sl.Remat.save", lines[-2])
 
 
 def test_a_frontier_of_what_has_none_is_refused():

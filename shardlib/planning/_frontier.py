@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardlib._text import human_bytes, table, terminal_width
+from shardlib._text import human_bytes, table
 from shardlib.checks import _arguments as check
 from shardlib.machine._targets import Target
 from shardlib.planning._activations import loops_of_step, products_scale
@@ -86,18 +86,21 @@ class Frontier:
         return min(fitting[::-1], key=lambda point: point.again_flops)
 
     def __str__(self) -> str:
-        rows = [("memory", "", "computed again", "", "remat=")]
+        rows = [("memory", "computed again", "", "", "remat=")]
         for point in self.points:
             rows.append(
                 (
                     human_bytes(point.total_bytes),
-                    _fits(point.total_bytes, self.usable_bytes),
                     f"{point.again_fraction:.1%}",
                     "compiled" if point.compiled else "predicted",
+                    "fits" if point.total_bytes <= self.usable_bytes else "too much",
                     remat_code(point.remat),
                 )
             )
-        return table(rows, right=(0, 2), width=terminal_width(), drop=(3, 1))
+        # Where nobody knows what memory there is, everything would fit.
+        if math.isinf(self.usable_bytes):
+            rows = [(*row[:3], row[4]) for row in rows]
+        return table(rows, right=(0, 1))
 
     def svg(self, title: str = "") -> str:
         """A picture: memory along x, what is computed again along y, and the target's memory."""
@@ -107,12 +110,6 @@ class Frontier:
             words = remat_words(point.remat)
             points.append((point.total_bytes, point.again_fraction, words, point.compiled))
         return picture(points, self.usable_bytes, title or f"What blocks keep on {self.target}")
-
-
-def _fits(size: int, usable: float) -> str:
-    if math.isinf(usable):
-        return ""
-    return "fits" if size <= usable else "too much"
 
 
 def frontier(
