@@ -83,7 +83,7 @@ LAYERS = [
     ("train", "_checkpoint _nonfinite _sinks _speed _loop_options _run_steps _run _loop"),
     (
         "planning",
-        "_break_even _decoder _estimate _lower _machine _flops _prices _activations "
+        "_break_even _decoder _decoder_names _estimate _lower _machine _flops _prices _activations "
         "_activations_report _compiled_step _remat_text _frontier_picture _frontier _microbatch "
         "_advice _remat_advice _report _plan _questions _command",
     ),

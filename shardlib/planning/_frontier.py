@@ -138,6 +138,7 @@ def frontier(
         cache: a folder that keeps what compilers say.
     """
     check.kind("frontier", "step", step, Step, "a step of `sl.train_step`")
+    check.kind("frontier", "state", state, State, "the `State` that `sl.init` makes")
     check.whole("frontier", "points", points, "a number of choices", least=0, most=1000)
     check.boolean("frontier", "compiled", compiled)
     check.kind("frontier", "cache", cache, str | os.PathLike, "a folder", optional=True)

@@ -104,6 +104,8 @@ def largest_microbatch(
         cache: a folder that keeps what compilers say.
     """
     check.kind("largest_microbatch", "step", step, Step, "a step of `sl.train_step`")
+    takes = "the `State` that `sl.init` makes"
+    check.kind("largest_microbatch", "state", state, State, takes)
     check.kind("largest_microbatch", "cache", cache, str | os.PathLike, "a folder", optional=True)
     given = None
     if memory is not None:
@@ -189,7 +191,7 @@ def _examples_of_device(step: Step, batch: Any) -> int:
     """How many examples of a batch each device has."""
     leaves = jax.tree.leaves(batch)
     rows = {leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())}
-    if not rows or len(rows) > 1:
+    if len(rows) != 1 or 0 in rows:
         raise ValueError(
             "`largest_microbatch(batch=...)` takes a tree of arrays with the examples along dim 0; "
             f"got {sorted(rows) or 'none'} along it."
