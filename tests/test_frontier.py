@@ -44,8 +44,9 @@ def compiled_frontier():
     return sl.planning.frontier(*step_of("dots"), "cpu:8", compiled=True)
 
 
-def total_of(remat, *, target="cpu:8", **options):
-    return sl.plan(*step_of(remat, sl.Target(target).mesh("data=8"), **options), target)
+def total_of(remat, *, target="cpu:8", cache=None, **options):
+    step = step_of(remat, sl.Target(target).mesh("data=8"), **options)
+    return sl.plan(*step, target, cache=cache)
 
 
 def test_points_are_what_plans_of_their_values_say():
@@ -202,12 +203,16 @@ def test_advice_where_nothing_helps_says_what_is_still_too_much(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.tpu_compiler
-def test_advice_for_a_tpu_is_a_value_that_fits(monkeypatch):
-    target, usable = "tpu:v5e:2x4", 900 * 2**20
+def test_advice_for_a_tpu_is_a_value_that_fits(monkeypatch, tmp_path):
+    target, many = "tpu:v5e:2x4", {"rows": 32 * ROWS, "dtype": "bfloat16"}
+    cache = {"cache": tmp_path}
+    plan = total_of("full", target=target, **many, **cache)
+    # As much more as both names take in half of the layers, twice: half of it may be spent.
+    usable = plan.memory.total_bytes + 4 * LAYERS * 32 * ROWS * WIDTH
     chip = dataclasses.replace(sl.Target(target).chip, usable_bytes=usable)
     monkeypatch.setattr(sl.Target, "chip", property(lambda self: chip))
-    many = {"target": target, "rows": 64 * ROWS, "dtype": "bfloat16"}
-    plan = total_of("none", **many)
-    assert not plan.fits
-    value = taken([one for one in plan.advice if "which fits" in one])
-    assert total_of(value, **many).memory.total_bytes <= usable
+    advised = total_of("full", target=target, **many, **cache).advice
+    value = taken([one for one in advised if "Keep more" in one])
+    assert isinstance(value, type(sl.Remat.layers((1, "full"))))
+    after = total_of(value, target=target, **many)
+    assert after.memory.total_bytes <= usable and after.flops.recomputed < plan.flops.recomputed
