@@ -32,9 +32,9 @@ from models import gpt
 from shardlib.compiled._compile import Compiled, compile_apart
 from shardlib.compiled._flops import compiled_flops
 from shardlib.compiled._memory import attribute
+from shardlib.planning._compiled_step import kinds_of
 from shardlib.planning._flops import flops_of_planned
 from shardlib.planning._lower import lower
-from shardlib.planning._plan import kinds_of
 
 # Deep enough that what all layers keep of one kind is not in a TPU's fast memory instead.
 DEPTHS = (8, 16)

@@ -404,6 +404,13 @@ CALLS: tuple[Call, ...] = (
           also={"at0": ("any",), "at2": ("any",), "target": _OPTIONAL}, slow=True),
     _call("sl.planning.flops", "step", "state", "{'x': ones(8, 8)}",
           also={"at0": ("any",), "at1": ("any",), "at2": ("any",)}, slow=True),
+    _call("sl.planning.frontier", "blocks_step", "blocks_state", "ones(8, 8)", target="'cpu:8'",
+          points="0", compiled="False", cache="None",
+          also={"at2": ("any",), "target": _OPTIONAL, "cache": _OPTIONAL}, slow=True),
+    _call("sl.planning.largest_microbatch", "blocks_step", "blocks_state", "ones(8, 8)",
+          target="'cpu:8'", memory="'1GiB'", cache="None",
+          also={"at2": ("any",), "target": _OPTIONAL, "memory": _OPTIONAL, "cache": _OPTIONAL},
+          slow=True),
     # Data
     _call("sl.data.Corpus", "'*.txt'", format="'text'", field="None", separator="None",
     tokenizer="'bytes'", end="None",
@@ -435,7 +442,9 @@ NOT_CALLED: dict[str, str] = {
     **dict.fromkeys(
         (
             "WeightedMean", "Chip", "collectives.Parameter", "BreakEven", "planning.Estimate",
-            "planning.Module", "planning.Memory", "planning.Flops",
+            "planning.Module", "planning.Memory", "planning.Flops", "planning.Activation",
+            "planning.Frontier", "planning.FrontierPoint", "planning.LargestMicrobatch",
+            "planning.TriedMicrobatch",
             "planning.Piece", "Plan", "planning.Price", "Restored",
             "Description", "State", "collectives.Encoded", "collectives.Errors",
             "collectives.ExchangeInputs", "experts.MoEStats",
@@ -525,6 +534,8 @@ def namespace() -> dict[str, Any]:
         "evaluation": sl.evaluation(_loss, strategy),
         "model": _model,
         "loss": _loss,
+        "blocks_step": sl.train_step(_loss_of_blocks, strategy),
+        "blocks_state": state,
         "layer": _layer,
         "under": under,
         "unsharded": unsharded,
@@ -561,6 +572,13 @@ def _layer() -> nnx.Module:
 
 def _loss(model: Any, batch: Any, rng: Any) -> Any:
     return jnp.mean((batch["x"] @ model["w"]) ** 2)
+
+
+def _loss_of_blocks(model: Any, batch: Any, rng: Any) -> Any:
+    def block(x: Any) -> Any:
+        return sl.checkpoint_name(jnp.tanh(x @ model["w"]), "squashed")
+
+    return jnp.mean(sl.remat(block)(batch) ** 2)
 
 
 def _entered(context: Any) -> None:

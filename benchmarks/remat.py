@@ -170,7 +170,7 @@ def regret(layers: int) -> float:
     def kept(remat: Any) -> list[Any]:
         if isinstance(remat, sl.Remat):
             return [by_value[remat]] * layers
-        return [by_value[value] for value in remat.of_blocks(layers)]
+        return [by_value[value] for value in remat.of_blocks([frozenset()] * layers)]
 
     def size(some: Any) -> int:
         return sum(choice.size for choice in some)

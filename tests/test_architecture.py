@@ -35,9 +35,9 @@ LAYERS = [
     ),
     (
         "tracing",
-        "_jaxpr _row_rules _rows _flops _row_gradients _lookup_forms _lookups _linearize _block_costs "
+        "_jaxpr _row_rules _rows _flops _row_gradients _lookup_forms _lookups _linearize _device_bytes "
         "_activation_codecs _compressed_saves _sign_checks "
-        "_block_paths _layer_policies _copied_ahead _layer_runs _chain_scan _chain_loops _region",
+        "_block_paths _block_places _block_costs _block_activations _layer_policies _copied_ahead _layer_runs _chain_scan _chain_loops _region",
     ),
     ("tracing", "_layer_uses _weight_values _bound_weights _stored_weights"),
     ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),
@@ -84,7 +84,9 @@ LAYERS = [
     ("train", "_checkpoint _nonfinite _sinks _speed _loop_options _run_steps _run _loop"),
     (
         "planning",
-        "_break_even _decoder _estimate _advice _lower _flops _prices _report _plan _command",
+        "_break_even _decoder _decoder_names _estimate _lower _machine _flops _prices _activations "
+        "_activations_report _compiled_step _remat_text _frontier_picture _frontier _microbatch "
+        "_advice _remat_advice _report _plan _questions _command",
     ),
     ("", "__main__ launch"),
     ("testing", "_traces _assert _oracle _compare"),

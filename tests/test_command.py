@@ -26,6 +26,12 @@ def step_for(loss):
 good = step_for(lambda model, x, rng: jnp.mean((x @ model["w"]) ** 2))
 choosing = step_for(lambda model, x, rng: jnp.mean(x @ model["w"]) if jnp.sum(x) > 0 else 0.0)
 
+def blocks(model, x, rng):
+    block = sl.remat(lambda x: sl.checkpoint_name(jnp.tanh(x @ model["w"]), "squashed"))
+    return jnp.mean(block(x) ** 2)
+
+blocky = step_for(blocks)
+
 def failing(mesh):
     return undefined
 
@@ -128,6 +134,28 @@ def test_plan_command_prints_json(steps):
         and found["memory"]["kinds"]["parameters"] == 64 * 64 * 4
         and found["fits"]
     )
+
+
+@pytest.mark.long
+def test_plan_command_prints_and_draws_a_frontier(steps, tmp_path):
+    picture = tmp_path / "frontier.svg"
+    asked = ("--target", "cpu:4", "--no-cache", "--frontier", "--points", "1", "--svg", picture)
+    result = plan(f"{steps}:blocky", *map(str, asked))
+    assert result.returncode == 0 and "takes" in result.stdout.splitlines()[-1]
+    assert "compiled" in result.stdout and picture.read_text().startswith("<svg")
+    # What is done is told while it is done.
+    assert 'with "none" (2 of 2 compiled)' in result.stderr
+    result = plan(f"{steps}:blocky", *asked[:4], "--memory", "1KiB", "--json")
+    assert result.returncode == 1 and json.loads(result.stdout)["best"] is None
+
+
+@pytest.mark.long
+def test_plan_command_finds_the_largest_microbatch(steps):
+    asked = ("--target", "cpu:4", "--no-cache", "--largest-microbatch", "--memory", "1GiB")
+    result = plan(f"{steps}:good", *asked, "--json")
+    assert result.returncode == 0 and json.loads(result.stdout)["best"]["microbatch"] == 4
+    result = plan(f"{steps}:good", *asked[:4])
+    assert result.returncode == 2 and "say what a step may take" in result.stderr
 
 
 @pytest.mark.long

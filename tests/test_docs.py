@@ -68,6 +68,7 @@ def elsewhere(tmp_path, monkeypatch):
     "docs/how-to/resume.md",
     "docs/kernels.md",
     "docs/pipelines.md",
+    "docs/plan.md",
     "docs/tutorial.md",
 )
 @pytest.mark.parametrize(

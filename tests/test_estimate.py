@@ -3,11 +3,13 @@ program.
 """
 
 import dataclasses
+import functools
 import re
 import types
 from pathlib import Path
 
 import jax
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -16,6 +18,7 @@ import examples.gpt
 import shardlib as sl
 from models import gpt
 from shardlib.planning import ItemSizes, Parallelism
+from shardlib.planning._activations import activations_of
 
 GPT1 = gpt.gpt1().decoder
 
@@ -190,6 +193,44 @@ def test_estimate_counts_gathered_norm_outputs_in_sequence_parallelism():
         kept = gathered * stream + (norms + inputs) // 16
         rest = whole.kinds["activations"] - norms - gathered * stream - inputs
         assert split.kinds["activations"] == kept + rest
+
+
+LLAMA = gpt.tiny(
+    layers=3, width=64, heads=4, context=32, norm="rms", mlp="swiglu", bias=False,
+    positions="rotary", dtype="float32",
+)  # fmt: skip
+NAMES = [("context",), ("query", "mlp_up"), ("attention_out", "mlp_gate", "value", "key")]
+
+
+@pytest.mark.parametrize("names", [*NAMES, "minimal"], ids=str)
+def test_estimate_of_names_is_what_the_traced_step_keeps_and_computes_again(names):
+    """Bytes of each name, and the products that run again, to the last one."""
+    remat = names if isinstance(names, str) else sl.Remat.save(*names)
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, remat=remat)
+    state = sl.init(
+        lambda: gpt.GPT(LLAMA, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy, abstract=True
+    )
+    step = sl.train_step(gpt.loss, strategy), state, {"tokens": np.zeros((16, 33), "int32")}
+    sizes = ItemSizes(compute=4)
+    decoder = dataclasses.replace(LLAMA.decoder, scores=False)
+    shared = Parallelism(data=8)
+    estimate = functools.partial(
+        sl.estimate, decoder, examples=2, itemsizes=sizes, parallelism=shared
+    )
+    guess, none, full = (estimate(recompute=one) for one in (remat, "none", "full"))
+    held = sum(one.held_bytes for one in activations_of(*step))
+    inputs = full.kinds["activations"]
+    stream = LLAMA.layers * 2 * 32 * 64 * 4
+    assert guess.kinds["activations"] - inputs == held - stream
+    assert guess.flops - none.flops == sl.planning.flops(*step).recomputed
+
+
+@pytest.mark.parametrize("remat", ["dots", sl.Remat.drop("scores"), sl.Remat.slots(2), 3])
+def test_estimate_refuses_what_no_formula_is_of(remat):
+    with pytest.raises(ValueError, match="or names of activations"):
+        sl.estimate(GPT1, examples=1, recompute=remat)
+    with pytest.raises(ValueError, match="a decoder has no `mlp_gate`"):
+        sl.estimate(GPT1, examples=1, recompute=sl.Remat.save("mlp_gate"))
 
 
 def test_estimate_refuses_unknown_optimizers():

@@ -15,9 +15,8 @@ from remat_cases import BATCH, DATA, FULL_ZERO, decoder, stepped
 import shardlib as sl
 from models import gpt
 from shardlib.step._remat_budget import fit_remat, loops_of
-from shardlib.tracing._block_costs import choices_of
+from shardlib.tracing._block_costs import Costs, choices_of
 from shardlib.tracing._flops import flops_of
-from shardlib.tracing._jaxpr import every_equation, is_block
 from shardlib.tracing._layer_runs import Run, loop_in_runs
 
 LAYERS = 5
@@ -249,10 +248,15 @@ def traced_loss(remat="full"):
         return jax.make_jaxpr(lambda p: gpt.loss(nnx.merge(graph, p), BATCH).total)(params)
 
 
+def marked_block():
+    (loop,) = loops_of(traced_loss().jaxpr)
+    (block,) = loop.blocks
+    return block
+
+
 @functools.cache
 def choices():
-    (block,) = [one for one in every_equation(traced_loss().jaxpr) if is_block(one)]
-    return choices_of(block)
+    return choices_of(marked_block())
 
 
 NAMES = ("attention_out", "context", "key", "mlp_gate", "mlp_hidden", "mlp_up", "query", "value")
@@ -278,13 +282,15 @@ def test_choices_cost_what_jax_computes_again():
         assert choice.flops == recomputed_flops(choice.names)
 
 
+def test_positions_are_no_reason_to_compute_products_again():
+    """They have no derivative, so that what it would read is neither kept nor computed again."""
+    assert choices()[-1].flops == 0 and {"query", "key"} <= set(choices()[-1].names)
+
+
 def test_choices_are_the_best_there_are():
     """Of all subsets of names, none is smaller and computes less again than a choice."""
-    from shardlib.tracing._block_costs import _Costs
-
-    (block,) = [one for one in every_equation(traced_loss().jaxpr) if is_block(one)]
-    costs = _Costs.of(block)
-    assert set(costs.sizes) == {"block_in", *NAMES}
+    costs = Costs.of(marked_block())
+    assert set(costs.sizes) == set(NAMES)
     best, frontier = float("inf"), []
     subsets = [set(names) for size in range(9) for names in itertools.combinations(NAMES, size)]
     every = [costs.choice(names) for names in subsets]
@@ -305,7 +311,11 @@ def test_a_budget_spends_its_memory_as_an_exhaustive_search_would(share):
     costs = {sl.Remat(choice.names): choice.flops for choice in choices()}
 
     def layers_of(remat):
-        return [remat] * LAYERS if isinstance(remat, sl.Remat) else remat.of_blocks(LAYERS)
+        return (
+            [remat] * LAYERS
+            if isinstance(remat, sl.Remat)
+            else remat.of_blocks([frozenset()] * LAYERS)
+        )
 
     budget = base + round(share * whole)
     fitted = fit_remat(

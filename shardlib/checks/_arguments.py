@@ -123,6 +123,23 @@ def whole(
     )
 
 
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def size(function: str, argument: str, value: Any, takes: str) -> int:
+    """A size in bytes, from a whole number of at least one or a text with a unit.
+
+    >>> size("fitting", "memory", "1.5KiB", "a size")
+    1536
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", value.strip())
+        if match is None:
+            raise refusal(function, argument, value, takes)
+        value = round(float(match[1]) * _UNITS[match[2]])
+    return whole(function, argument, value, takes, least=1)
+
+
 def number(
     function: str,
     argument: str,

@@ -3,7 +3,7 @@
 Each piece of advice goes with the bytes of memory that it is about. That is an upper bound of what
 it saves, and enough to say what to try first:
 
-    recompute activations     those that are kept for the backward pass
+    what blocks keep          activations; see `_remat_advice`
     fewer examples            activations and temporaries
     split further at rest     parameters and optimizer state
     a later stage of ZeRO     gradients (2), whole copies of parameters (3)
@@ -13,6 +13,7 @@ Advice that the strategy cannot take, such as a stage that its pipeline refuses,
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from shardlib._text import human_bytes
 from shardlib.compiled._memory import Memory
@@ -26,7 +27,12 @@ def host_has_room(memory: Memory, chip: Chip) -> bool:
     return chip.host_bytes is None or memory.host_bytes <= chip.host_bytes
 
 
-def advice_for(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[str, ...]:
+def advice_for(
+    memory: Memory,
+    chip: Chip,
+    strategy: Strategy | None,
+    about_remat: Sequence[tuple[float, str]] = (),
+) -> tuple[str, ...]:
     """What to change, the most promising first, where a step does not fit.
 
     Each piece of advice goes with the bytes that it is about. Those below a hundredth of the total
@@ -35,7 +41,7 @@ def advice_for(memory: Memory, chip: Chip, strategy: Strategy | None) -> tuple[s
     kinds = memory.kinds
     kept = kinds["parameters"] + kinds["optimizer state"]
     advice = [
-        *_recomputation(memory, strategy),
+        *about_remat,
         _fewer_examples(memory, strategy),
         (kept, _split_at_rest(human_bytes(kept), strategy)),
     ]
@@ -73,15 +79,6 @@ def _less_on_host(memory: Memory, chip: Chip) -> str:
     )
 
 
-def _recomputation(memory: Memory, strategy: Strategy | None) -> list[tuple[float, str]]:
-    """Advice to recompute activations, for a step of ours that keeps all of them."""
-    # At their own fullest moment, which need not be that of the whole step.
-    saved = memory.most["activations"]
-    if strategy is None or strategy.remat != "none" or not saved:
-        return []
-    return [(saved, f'Recompute activations, {human_bytes(saved)}: `Strategy(remat="full")`.')]
-
-
 def _fewer_examples(memory: Memory, strategy: Strategy | None) -> tuple[float, str]:
     """Advice to take fewer examples at once, with the largest array that depends on them."""
     working = memory.kinds["activations"] + memory.kinds["temporaries"]
@@ -102,7 +99,7 @@ def _smaller(strategy: Strategy | None) -> str:
     if strategy is None:
         return ""
     if strategy.pipeline is None:
-        return "`Strategy(accumulate=...)`, "
+        return "`Strategy(accumulate=...)`, which `sl.planning.largest_microbatch` finds, "
     return "more microbatches in the schedule, "
 
 

@@ -29,7 +29,7 @@ from shardlib.data._store import cache_folder
 from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._lower import line_of_user
-from shardlib.planning._plan import plan
+from shardlib.planning._questions import add_questions, answer_of
 from shardlib.step._step import Step
 
 # The variable by which a child knows that it is one, and where it writes its answer.
@@ -109,6 +109,7 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "--no-cache", action="store_true", help="compile in any case, and keep nothing"
     )
+    add_questions(command)
     command.set_defaults(run=run)
 
 
@@ -185,7 +186,7 @@ def _run_child(argv: list[str], target: Target, environment: dict[str, str], noi
 
     SIGTERM and Ctrl-C kill the child, and are raised.
     """
-    with noise.open("wb") as log, _Progress(target):
+    with noise.open("wb") as log, _Progress(target, noise):
         child = subprocess.Popen(
             [sys.executable, "-m", "shardlib", *argv], env=environment, stdout=log, stderr=log
         )
@@ -252,25 +253,10 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
         lambda: _step_of(subject, target, arguments), f"`{arguments.make_step}`"
     )
     _check_result(arguments.make_step, result)
-    step, state, batch, *rest = result
-    # A fourth value is the estimate to compare with.
-    estimate = next(iter(rest), None)
-    planned = _of_user(
-        lambda: plan(
-            step,
-            state,
-            batch,
-            target,
-            estimate=estimate,
-            name=title or name,
-            cache=_cache(arguments, step),
-        ),
+    return _of_user(
+        lambda: answer_of(arguments, result, title or name, _cache(arguments, result[0])),
         "the step",
     )
-    report = str(planned)
-    if arguments.json:
-        report = json.dumps(planned.as_dict())
-    return {"report": report, "fits": planned.fits}
 
 
 def _cache(arguments: argparse.Namespace, step: Any) -> Path | None:
@@ -446,10 +432,11 @@ def _load(path: Path) -> Any:
 
 
 class _Progress:
-    """Seconds on the terminal while a compiler works; elsewhere one line."""
+    """Seconds on the terminal while a compiler works, elsewhere one line; and what is done."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, noise: Path) -> None:
         self.target, self.stopped = target, threading.Event()
+        self.noise, self.told = noise, 0
 
     def __enter__(self) -> None:
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -463,9 +450,26 @@ class _Progress:
         text = f"compiling for {self.target} ..."
         if not sys.stderr.isatty():
             print(text, file=sys.stderr, flush=True)
+            while not self.stopped.wait(0.5):
+                self._tell()
+            self._tell()
             return
         started = time.monotonic()
         while not self.stopped.wait(0.5):
+            self._tell()
             seconds = time.monotonic() - started
             print(f"{CLEAR_LINE}{text} {seconds:.0f} s", end="", file=sys.stderr, flush=True)
         print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Hand on what the child has said of itself in the meantime, which is told in whole lines.
+
+        The rest of its output is a compiler's.
+        """
+        lines = self.noise.read_text(errors="replace").split("\n")[:-1]
+        new, self.told = lines[self.told :], len(lines)
+        for line in new:
+            if line.startswith("shardlib: "):
+                clear = CLEAR_LINE if sys.stderr.isatty() else ""
+                print(f"{clear}{line}", file=sys.stderr, flush=True)

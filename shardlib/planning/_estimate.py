@@ -6,12 +6,14 @@ every intermediate that a derivative reads.
 """
 
 import math
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from shardlib._text import human_bytes, table, terminal_width
 from shardlib.checks import _arguments as check
+from shardlib.layouts._remat_policy import Remat
 from shardlib.planning._decoder import Decoder, Module, Recompute, counts
+from shardlib.planning._decoder_names import kept_names, named_of
 
 # Bytes of state per parameter, in float32.
 OPTIMIZERS = {"sgd": 0, "momentum": 4, "lion": 4, "muon": 4, "adam": 8, "adamw": 8, "lamb": 8}
@@ -153,7 +155,7 @@ def estimate(
     itemsizes: ItemSizes | None = None,
     parallelism: Parallelism | None = None,
     optimizer: str = "adamw",
-    recompute: Recompute = "none",
+    recompute: Recompute | str | Remat = "none",
     accumulate: int = 1,
     training: bool = True,
 ) -> Estimate:
@@ -165,7 +167,8 @@ def estimate(
         itemsizes: bytes of each number; by default parameters are float32, activations 16 bits.
         parallelism: how devices share the work; by default there is one.
         optimizer: its name, which says how much state there is for each parameter.
-        recompute: what the backward pass computes again.
+        recompute: what the backward pass computes again: "none", "selective" or "full"; "minimal",
+            or a `Remat.save(...)`, keeps activations by the names that `models/gpt.py` has.
         accumulate: microbatches of a step, whose gradients are summed in float32, in place.
         training: whether there is a backward pass, and a state of an optimizer.
 
@@ -182,13 +185,16 @@ def estimate(
     check.kind("estimate", "parallelism", parallelism, Parallelism, takes, optional=True)
     examples, accumulate = counts("estimate", examples=examples, accumulate=accumulate)
     check.choice("estimate", "optimizer", optimizer, OPTIMIZERS)
-    check.choice("estimate", "recompute", recompute, get_args(Recompute))
+    names = kept_names(recompute, decoder)
     check.boolean("estimate", "training", training)
     sizes = itemsizes or ItemSizes()
     shared = parallelism or Parallelism()
 
     modules = decoder.modules(examples, sizes.compute, shared.tensor)
-    activations = _activations(decoder, modules, examples, sizes, shared, recompute)
+    if recompute == Remat():
+        recompute, names = "full", None
+    work = _Work(decoder, modules, examples, sizes, shared)
+    activations = work.by_names(names) if names is not None else work.by_word(str(recompute))
     # A module's FLOPs are those of one of the devices that split it.
     # So a step's FLOPs are those of one device times all of them.
     devices = shared.tensor * shared.data
@@ -220,7 +226,8 @@ def estimate(
     if recompute == "full":
         passes = 4
     total = in_state + max(at_head, at_layer)
-    return Estimate(kinds, total, forward * passes * accumulate, modules)
+    flops = forward * passes + activations.again * devices
+    return Estimate(kinds, total, flops * accumulate, modules)
 
 
 def _state_bytes(decoder: Decoder, itemsize: int, shared: Parallelism) -> int:
@@ -274,6 +281,7 @@ class _Activations:
     - `recomputed`: what is made again of a layer in its backward pass, and the gradients of what is
       kept of its MLP.
     - `logits`: those of the head.
+    - `again`: operations that run again in all layers, on one device, where names are kept.
     """
 
     kept: int
@@ -281,50 +289,74 @@ class _Activations:
     layer: int
     recomputed: int
     logits: int
+    again: int = 0
 
 
-def _activations(
-    decoder: Decoder,
-    modules: tuple[Module, ...],
-    examples: int,
-    sizes: ItemSizes,
-    shared: Parallelism,
-    recompute: Recompute,
-) -> _Activations:
-    """The activations of a decoder, from what its modules keep.
+@dataclass(frozen=True)
+class _Work:
+    """A decoder's modules, for the examples of one microbatch of one device."""
 
-    Args:
-        decoder: the decoder.
-        modules: its modules, for the examples of one microbatch.
-        examples: how many examples that are.
-        sizes: bytes of each number.
-        shared: how devices share the work.
-        recompute: what the backward pass computes again.
-    """
-    # The stream between modules, whole; along the sequence it may be split.
-    stream = examples * decoder.sequence * decoder.width * sizes.compute
-    parts = 1
-    if shared.sequence:
-        parts = shared.tensor
-    scores_bytes = decoder.score_bytes(examples, sizes.compute, shared.tensor)
-    # Embedding, last norm and head are there once, whatever the number of layers.
-    layer, outside, gradients = 0, 0, 0
-    for module in modules:
-        if module.in_layer:
-            layer += _kept_of(module, stream, parts)
-            # What an MLP keeps gets gradients, each of its size, while all of it is still there.
-            gradients += module.kept_bytes if module.name == "mlp" else 0
-        else:
-            outside += _kept_of(module, stream, parts)
-    kept = {"none": layer, "selective": layer - scores_bytes, "full": stream // parts}
-    recomputed = {"none": 0, "selective": scores_bytes, "full": layer + gradients}
-    return _Activations(
-        kept=decoder.layers * kept[recompute] + outside,
-        outside=outside,
-        layer=layer,
-        recomputed=recomputed[recompute],
-        logits=modules[-1].kept_bytes,
-    )
+    decoder: Decoder
+    modules: tuple[Module, ...]
+    examples: int
+    sizes: ItemSizes
+    shared: Parallelism
+
+    @property
+    def stream(self) -> int:
+        """The bytes of the stream between modules, whole; along the sequence it may be split."""
+        decoder = self.decoder
+        return self.examples * decoder.sequence * decoder.width * self.sizes.compute
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the stream is split."""
+        return self.shared.tensor if self.shared.sequence else 1
+
+    def by_word(self, recompute: str) -> _Activations:
+        """The activations if a layer keeps everything, all but its scores, or its input."""
+        scores = self.decoder.score_bytes(self.examples, self.sizes.compute, self.shared.tensor)
+        layer, outside, gradients = self._sums()
+        kept = {"none": layer, "selective": layer - scores, "full": self.stream // self.parts}
+        recomputed = {"none": 0, "selective": scores, "full": layer + gradients}
+        return self._activations(kept[recompute], recomputed[recompute], layer, outside)
+
+    def by_names(self, names: Sequence[str]) -> _Activations:
+        """The activations if a layer keeps its input and those of some names."""
+        tensor = self.shared.tensor
+        itemsize = self.sizes.compute
+        named = named_of(self.decoder, self.examples, itemsize, tensor, self.parts)
+        layer, outside, gradients = self._sums()
+        size = sum(named[name].size for name in names)
+        again = sum(one.flops for name, one in named.items() if name not in names)
+        # Attention that writes its scores makes them again, whatever is kept of it.
+        if self.decoder.scores:
+            again += named["context"].flops
+        kept = self.stream // self.parts + size
+        found = self._activations(kept, layer + gradients - size, layer, outside)
+        return replace(found, again=self.decoder.layers * again)
+
+    def _sums(self) -> tuple[int, int, int]:
+        """What a layer keeps, what is kept outside of layers, and the gradients of an MLP."""
+        # Embedding, last norm and head are there once, whatever the number of layers.
+        layer, outside, gradients = 0, 0, 0
+        for module in self.modules:
+            if module.in_layer:
+                layer += _kept_of(module, self.stream, self.parts)
+                # What an MLP keeps gets gradients, each of its size, while all of it is there.
+                gradients += module.kept_bytes if module.name == "mlp" else 0
+            else:
+                outside += _kept_of(module, self.stream, self.parts)
+        return layer, outside, gradients
+
+    def _activations(self, kept: int, recomputed: int, layer: int, outside: int) -> _Activations:
+        return _Activations(
+            kept=self.decoder.layers * kept + outside,
+            outside=outside,
+            layer=layer,
+            recomputed=recomputed,
+            logits=self.modules[-1].kept_bytes,
+        )
 
 
 def _kept_of(module: Module, stream: int, shard: int) -> int:

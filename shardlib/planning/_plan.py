@@ -6,39 +6,35 @@ A plan needs no device and runs nothing. It is made in four stages:
                                                                                     collectives
 
 The compiler is the target's own, so what it says is what the step will take there. Where the step
-does not fit, the plan adds advice, sorted by the bytes that it could save.
+does not fit, the plan adds advice, sorted by the bytes that it could save; and where much memory is
+left that would spare recomputation, what to spend it on.
 """
 
 import dataclasses
 import math
 import os
-import re
-import traceback
 from collections import defaultdict
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from shardlib.checks import _arguments as check
 from shardlib.compiled._collectives import Collective, collectives
-from shardlib.compiled._compile import compile_apart
-from shardlib.compiled._memory import Memory, attribute
-from shardlib.compiled._written import Kept
-from shardlib.machine._chips import CHIPS, Chip
+from shardlib.compiled._memory import Memory
+from shardlib.machine._chips import Chip
 from shardlib.machine._mesh import format_mesh, slow_axes
-from shardlib.machine._targets import LOUD, Target
+from shardlib.machine._targets import Target
+from shardlib.planning._activations import Activation, activation_values, activations_of
 from shardlib.planning._advice import advice_for, host_has_room
+from shardlib.planning._compiled_step import Machine, compile_step
 from shardlib.planning._estimate import Estimate
-from shardlib.planning._flops import flops_of_planned
-from shardlib.planning._lower import check_traceable, lower
+from shardlib.planning._lower import check_traceable
+from shardlib.planning._machine import checked_target, mesh_of, on_target
 from shardlib.planning._prices import Price, prices
+from shardlib.planning._remat_advice import Planned, remat_advice
 from shardlib.planning._report import report
 from shardlib.step._pipelined import check_branches
-from shardlib.step._state import State, state_shardings
 from shardlib.step._step import Step
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._flops import Flops
@@ -48,7 +44,8 @@ from shardlib.tracing._flops import Flops
 class Plan:
     """What a step will do on a machine.
 
-    It has `memory` by kind, every one of the step's `collectives`, and whether it `fits`.
+    It has `memory` by kind, every one of the step's `collectives`, whether it `fits`, and what
+    marked blocks keep, `activations`.
 
     It prints as a report; `as_dict()` is the same for machines.
     """
@@ -70,6 +67,7 @@ class Plan:
     lower_seconds: float
     compile_seconds: float
     compiled_before: bool = False  # by an earlier plan, whose answer was kept
+    activations: tuple[Activation, ...] = ()  # of marked blocks, by name
 
     @property
     def fits(self) -> bool:
@@ -140,6 +138,7 @@ class Plan:
             "zero": [dataclasses.asdict(price) for price in self.prices],
             "estimate": _estimate_values(self.estimate),
             "flops": _flops_values(self.flops),
+            "activations": [activation_values(one) for one in self.activations],
             "refusal": self.refusal,
             "lower_seconds": self.lower_seconds,
             "compile_seconds": self.compile_seconds,
@@ -227,6 +226,9 @@ def plan(
     In the folder `cache`, if there is one, what the compiler says of a step of `sl.train_step` is
     kept; the same step is not compiled for the same machine again.
 
+    Where the step does not fit, up to five more programs are compiled to say what its blocks may
+    keep, with a line on standard error for each.
+
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     >>> make = lambda: {"w": jnp.zeros((64, 64))}
@@ -237,7 +239,7 @@ def plan(
     (16384, 32772)
     """
     # Arguments are checked first: the compiler may take minutes.
-    machine = _checked_target(target)
+    machine = checked_target("plan", target)
     check.kind("plan", "estimate", estimate, Estimate, "what `sl.estimate` gives", optional=True)
     check.text("plan", "name", name)
     if cache is not None:
@@ -245,24 +247,16 @@ def plan(
     strategy: Strategy | None = None
     remarks: tuple[str, ...] = ()
     if isinstance(step, Step):
-        step, state = _on_target(step, state, machine)
+        step, state = on_target(step, state, machine)
         remarks = step.remarks
         strategy = step.strategy
         mesh: Mesh | None = step.strategy.device_mesh
     else:
         check_traceable("plan", step)
-        mesh = _mesh_of((state, batch))
-    platform, chip, options = _machine_of(mesh, machine)
+        mesh = mesh_of((state, batch))
     # Nothing is put on a device, neither here nor below: shapes will do.
-    traced = lower(step, state, batch)
-    lowered = traced.lowered
-    kept = None
-    if cache is not None and isinstance(step, Step) and mesh is not None:
-        kept = Kept.of(Path(cache), _key(step, lowered, mesh, options))
-    compiled = compile_apart(lowered, platform, options, kept)
-    memory = attribute(compiled, platform, kinds_of(traced.paths, len(jax.tree.leaves(state))))
-    offloads = strategy is not None and bool(strategy.offloaded_activations)
-    _check_host_memory(platform, memory, (state, batch), offloads)
+    made = compile_step(step, state, batch, Machine.of(mesh, machine), cache)
+    compiled, memory, chip = made.compiled, made.memory, made.machine.chip
     step_collectives = collectives(compiled.program, mesh)
     # Only a step of ours says how its state would be split otherwise.
     stage_prices: tuple[Price, ...] = ()
@@ -270,11 +264,11 @@ def plan(
         stage_prices = prices(state, strategy)
         if strategy.pipeline is not None:
             check_branches(step_collectives)
-    # Advice is only for a step that does not fit or that the compiler refuses.
-    advice: tuple[str, ...] = ()
-    fits = memory.total_bytes <= chip.usable_bytes and host_has_room(memory, chip)
-    if not fits or compiled.refusal:
-        advice = advice_for(memory, chip, strategy)
+    activations = activations_of(step, state, batch)
+    about_remat = remat_advice(Planned(step, state, batch, made, activations, cache))
+    advice = tuple(text for _, text in about_remat)
+    if not made.fits:
+        advice = advice_for(memory, chip, strategy, about_remat)
     place = _Place.of(mesh, machine, chip)
     return Plan(
         name=name or getattr(getattr(step, "loss_fn", step), "__name__", "the step"),
@@ -290,46 +284,12 @@ def plan(
         prices=stage_prices,
         estimate=estimate,
         refusal=compiled.refusal,
-        flops=flops_of_planned(step, traced.jaxpr),
-        lower_seconds=traced.seconds,
+        flops=made.flops,
+        lower_seconds=made.lowered.seconds,
         compile_seconds=compiled.seconds,
         compiled_before=compiled.was_kept,
+        activations=activations,
     )
-
-
-def _key(step: Step, lowered: Any, mesh: Mesh, options: dict[str, Any]) -> list[str]:
-    """Texts that say all that a compiler's answer depends on.
-
-    The program has its lines of Python with it, so that what is kept never blames a line that has
-    moved.
-    """
-    devices = list(mesh.devices.flat)
-    parts = [_text_of(lowered), devices[0].client.platform_version]
-    for package in ("jax", "jaxlib"):
-        parts.append(version(package))
-    # Their places on a torus, too.
-    for device in devices:
-        parts.append(f"{device!r} {device.device_kind}")
-    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *LOUD):
-        parts.append(os.environ.get(variable, ""))
-    for given in (options, step.compiler_options):
-        parts.append(repr(sorted(given.items())))
-    return parts
-
-
-def _text_of(lowered: Any) -> str:
-    """The program with its lines of Python, but for those that have asked for the plan.
-
-    JAX notes for each operation which functions called each other on the way to it, from the start
-    of the process on. Where a plan is asked for makes no difference to it.
-    """
-    callers = {f'"{frame.filename}":{frame.lineno}' for frame in traceback.extract_stack()}
-    kept = []
-    for line in lowered.as_text(debug_info=True).splitlines():
-        place = re.match(r'#loc\d+ = loc\((".*":\d+):', line)
-        if place is None or place[1] not in callers:
-            kept.append(line)
-    return "\n".join(kept)
 
 
 def _check_cache(cache: Any, step: Any) -> None:
@@ -341,18 +301,6 @@ def _check_cache(cache: Any, step: Any) -> None:
             "compiler options of another `jax.jit`, on which that depends, cannot be read: "
             "leave `cache` out."
         )
-
-
-def _checked_target(target: Any) -> Target | None:
-    """The machine that a plan is for, or None for that of the step's mesh."""
-    if isinstance(target, str):
-        return Target(target)
-    if target is None or isinstance(target, Target):
-        return target
-    raise ValueError(
-        "`plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got "
-        f"{check.shown(target)}."
-    )
 
 
 @dataclass(frozen=True)
@@ -371,134 +319,3 @@ class _Place:
         if mesh is not None:
             text, slow, devices = format_mesh(mesh), slow_axes(mesh), mesh.size
         return cls(str(machine or f"{devices} {chip.name} devices"), text, slow, devices)
-
-
-def _on_target(step: Step, state: State, target: Target | None) -> tuple[Step, State]:
-    """The step and its abstract state, laid out on the target with the axes of the step's mesh.
-
-    Without a target, or on the target's own devices, the step stays as it is and only its state
-    becomes abstract. A target with another number of devices is refused.
-    """
-    if not isinstance(state, State):
-        raise ValueError(
-            "`plan` of a step of ours takes the `State` that `sl.init` makes; got "
-            f"{type(state).__name__}."
-        )
-    strategy = step.strategy
-    if target is not None and not _is_of(strategy, target):
-        theirs = strategy.device_mesh
-        if theirs.size != target.size:
-            raise ValueError(
-                f"The step's mesh `{format_mesh(theirs)}` is {theirs.size} devices, and `{target}` "
-                f"has {target.size}. Make the step for a mesh of the target: "
-                f"`sl.Strategy(mesh=sl.Target({str(target)!r}).mesh(...), ...)`."
-            )
-        # Between the slices of the target run the axes that the strategy says, or those that are
-        # slow on its own mesh.
-        crossing = ""
-        if target.slices > 1:
-            crossing = strategy.dcn or ",".join(slow_axes(theirs))
-        mesh = target.mesh(format_mesh(theirs), dcn=crossing)
-        strategy = dataclasses.replace(strategy, mesh=mesh, dcn="")
-        step = Step(step.loss_fn, strategy)
-        layout = dataclasses.replace(state.layout, strategy=strategy)
-        state = dataclasses.replace(state, layout=layout)
-
-    # Only shapes and shardings are needed, whatever the state was.
-    def abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return step, jax.tree.map(abstract, state, state_shardings(state))
-
-
-def _is_of(strategy: Strategy, target: Target) -> bool:
-    """Whether the mesh of a strategy is made of exactly the target's devices.
-
-    A mesh that is given as text is one of the devices at hand, which are only those of the target
-    where that is made of CPUs.
-    """
-    if isinstance(strategy.mesh, str) and target.platform != "cpu":
-        return False
-    return set(strategy.device_mesh.devices.flat) == set(target.devices)
-
-
-def _mesh_of(tree: Any) -> Mesh | None:
-    """The mesh of the first leaf of a tree that is sharded over one, or `None`.
-
-    An abstract mesh does not count, because it has no devices to compile for.
-    """
-    for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
-    return None
-
-
-def _machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, dict[str, Any]]:
-    """The platform to compile for, the datasheet of its chip, and the compiler's options.
-
-    They are those of the target if there is one, else those of the mesh's devices, or of the first
-    device at hand where there is no mesh either.
-    """
-    if target is not None:
-        if mesh is None or set(mesh.devices.flat) != set(target.devices):
-            raise ValueError(
-                f"The arrays of this step are not on `{target}`. A step that is not of "
-                "`sl.train_step` takes shapes with shardings on its mesh: "
-                "`jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))` with "
-                f"`mesh = sl.Target({str(target)!r}).mesh(...)`."
-            )
-        return target.platform, target.chip, target.compiler_options
-    device = jax.devices()[0]
-    if mesh is not None:
-        device = mesh.devices.flat[0]
-    kind = device.device_kind
-    chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
-    if chip is None:
-        known = ", ".join(f"`{chip.kind}`" for chip in CHIPS.values())
-        raise ValueError(f"`plan` knows no datasheet of `{kind}` devices; it knows {known}.")
-    # JAX calls NVIDIA's platform by either name.
-    platform = device.platform
-    if platform == "cuda":
-        platform = "gpu"
-    absent = type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
-    # Without a target to ask, absent GPUs get the compiler options of a GPU target.
-    options: dict[str, Any] = {}
-    if platform == "gpu" and absent:
-        options = Target("gpu:h200:1x1x8").compiler_options
-    return platform, chip, options
-
-
-def kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
-    """The kind of memory that each argument is, by its path.
-
-    The leaves of the state come first, and are told apart by the names in their paths; all leaves
-    after them are inputs.
-    """
-    kinds = {}
-    for number, path in enumerate(paths):
-        # The arguments of a step are the leaves of its state, and then those of the batch.
-        if number >= leaves_of_state:
-            kinds[path] = "inputs"
-        elif re.search(r"\b(opt_state|errors)\b", path):
-            kinds[path] = "optimizer state"
-        elif re.search(r"\bparams\b", path):
-            kinds[path] = "parameters"
-        else:
-            kinds[path] = "other state"
-    return kinds
-
-
-def _check_host_memory(platform: str, memory: Memory, arguments: Any, offloads: bool) -> None:
-    """Refuse arrays in the host's memory where the compiler counts them as the device's.
-
-    Those are arguments, and activations if the step `offloads` some.
-    """
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
-    on_host = any(getattr(each, "memory_kind", None) == "pinned_host" for each in shardings)
-    if platform == "gpu" and (on_host or offloads) and not memory.host_bytes:
-        raise ValueError(
-            "Some arrays of this step are in the host's memory (`pinned_host`), which the compiler "
-            "ignores for GPUs that are not there: it would count them as the device's. Plan for a "
-            "TPU, or for the GPUs at hand."
-        )

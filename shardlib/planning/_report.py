@@ -3,8 +3,8 @@
 A report is a list of sections with an empty line between them. Each section has a function of its
 own that returns its text, or an empty string where the plan has nothing to say on that subject:
 
-    title  memory  refusal  largest arrays  communication  ZeRO  estimate  products  remarks  advice
-    seconds
+    title  memory  refusal  activations  largest arrays  communication  ZeRO  estimate  products
+    remarks  advice  seconds
 
 Tables are fitted to the width of the terminal: the columns named in `shorten` are cut first, then
 those in `drop` are left out, in that order.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib._text import human_bytes, table, terminal_width, wrapped
+from shardlib.planning._activations_report import activations_table
 from shardlib.planning._advice import host_has_room
 
 _BAR_WIDTH = 32  # characters of a bar that stands for all of a device's memory in use
@@ -31,6 +32,7 @@ def report(plan: Any) -> str:
         _title(plan),
         _memory(plan),
         _refusal(plan),
+        activations_table(plan),
         _largest(plan),
         _communication(plan),
         _prices(plan),

@@ -13,7 +13,7 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from shardlib._text import human_bytes, table
 from shardlib.layouts._remat_policy import Remat, RematLayers
 from shardlib.tracing._block_costs import Choice, choices_of
-from shardlib.tracing._jaxpr import held_functions, is_block, open_jaxpr
+from shardlib.tracing._block_places import PlacedLoop, placed_blocks
 
 # So many programs are compiled at most, and none after one that fills this share of the budget.
 _MOST_PROGRAMS = 6
@@ -32,40 +32,13 @@ _FULL = 0.97
 _AIM = 0.985
 
 
-class Loop(NamedTuple):
-    """Marked blocks that are called one after the other, so many times."""
-
-    blocks: tuple[Any, ...]  # equations
-    times: int
-
-
-def loops_of(jaxpr: Jaxpr) -> list[Loop]:
+def loops_of(jaxpr: Jaxpr, weights: int | None = None) -> list[PlacedLoop]:
     """The marked blocks of a traced loss, by the loops that they are called in, in order.
 
-    A block that is called once is a loop of one turn.
+    So many of its first inputs are `weights`, or all. A block that is called once is a loop of one
+    turn.
     """
-    loops: list[Loop] = []
-    for equation in jaxpr.eqns:
-        if is_block(equation):
-            loops.append(Loop((equation,), 1))
-            continue
-        inside: list[Loop] = []
-        for function in held_functions(equation):
-            inside += loops_of(open_jaxpr(function))
-        if equation.primitive.name == "scan" and inside:
-            inside = _repeated(inside, equation.params["length"])
-        loops += inside
-    return loops
-
-
-def _repeated(loops: list[Loop], times: int) -> list[Loop]:
-    """The loops in the body of another one, as often as this calls them."""
-    if all(loop.times == 1 for loop in loops):
-        blocks: list[Any] = []
-        for loop in loops:
-            blocks += loop.blocks
-        return [Loop(tuple(blocks), times)]
-    return [Loop(loop.blocks, loop.times * times) for loop in loops]
+    return placed_blocks(jaxpr, len(jaxpr.invars) if weights is None else weights)
 
 
 @dataclass(frozen=True)
@@ -111,13 +84,17 @@ class FittedRemat:
 
 
 def fit_remat(
-    budget: int, loops: Sequence[Loop], peak_of: Callable[[Remat | RematLayers], int]
+    budget: int,
+    loops: Sequence[PlacedLoop],
+    peak_of: Callable[[Remat | RematLayers], int],
+    programs: int = _MOST_PROGRAMS,
 ) -> FittedRemat:
     """Find what blocks keep so that a step takes no more than a budget, and computes little again.
 
-    `peak_of` compiles a step for a value, and says what it takes of a device.
+    `peak_of` compiles a step for a value, and says what it takes of a device; so many `programs`
+    are compiled at most.
     """
-    layers = _Layers.of(loops)
+    layers = Layers.of(loops)
     tried: list[Tried] = []
 
     def attempt(limit: float) -> Tried | None:
@@ -136,7 +113,7 @@ def fit_remat(
             "where blocks keep their inputs alone. Take fewer examples at once, "
             "`Strategy(accumulate=...)`; split more, `Strategy(zero=3)`; or mark smaller blocks."
         )
-    while len(tried) < _MOST_PROGRAMS and attempt(_next_limit(tried, budget)) is not None:
+    while len(tried) < programs and attempt(_next_limit(tried, budget)) is not None:
         if max(one.peak for one in tried if one.peak <= budget) >= _FULL * budget:
             break
     return FittedRemat(budget, tuple(tried))
@@ -178,34 +155,37 @@ def _say(tried: Tried, budget: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layers:
+class Layers:
     """All marked blocks of a loss, with the choices for each kind of block."""
 
-    loops: Sequence[Loop]
+    loops: Sequence[PlacedLoop]
     kinds: list[list[int]]  # by loop, the kind of each of its blocks
     choices: list[list[Choice]]  # by kind
     counts: list[int]  # how often each kind is called
 
     @classmethod
-    def of(cls, loops: Sequence[Loop]) -> "_Layers":
+    def of(cls, loops: Sequence[PlacedLoop]) -> "Layers":
         """The choices for all blocks; blocks that compute the same are of one kind."""
-        numbers: dict[str, int] = {}
+        numbers: dict[Any, int] = {}
         choices: list[list[Choice]] = []
         counts: list[int] = []
         kinds = []
         for loop in loops:
             of_loop = []
             for block in loop.blocks:
-                # Layers outside of a loop are traced one by one, to jaxprs that print alike.
-                text = str(block.params["jaxpr"])
-                if text not in numbers:
-                    numbers[text] = len(choices)
+                if block.key not in numbers:
+                    numbers[block.key] = len(choices)
                     choices.append(choices_of(block))
                     counts.append(0)
-                of_loop.append(numbers[text])
-                counts[numbers[text]] += loop.times
+                of_loop.append(numbers[block.key])
+                counts[numbers[block.key]] += loop.times
             kinds.append(of_loop)
         return cls(loops, kinds, choices, counts)
+
+    @property
+    def most(self) -> int:
+        """The bytes of the largest choice for every layer."""
+        return sum(count * of[-1].size for count, of in zip(self.counts, self.choices, strict=True))
 
     def best(self, limit: float) -> tuple[Remat | RematLayers, int, int]:
         """What computes the least again and takes at most so many bytes: its value, its bytes as

@@ -172,9 +172,9 @@ class Step:
 
     def _fit(self, state: Any, batch: Any) -> FittedRemat:
         """Find what blocks keep, by compiling for shapes of a state and a batch."""
-        plain = self._with_remat(Remat())
-        plain.trace(state, batch)
-        loops = loops_of(plain._used.losses[-1].jaxpr)
+        weights = len(jax.tree.leaves((state.params, state.frozen)))
+        loss = traced_loss(self._with_remat(Remat()), state, batch)
+        loops = loops_of(loss.jaxpr, weights)
         platform = self.strategy.device_mesh.devices.flat[0].platform
 
         def peak_of(remat: Any) -> int:
@@ -287,6 +287,21 @@ class Step:
         if not isinstance(optimizer, Local) or isinstance(clip, optax.GradientTransformation):
             return None
         return Sender(optimizer, state.opt_state, state_specs(state).opt_state, clip)
+
+
+def with_remat(step: Step, remat: Any) -> Step:
+    """The same step, whose blocks keep something else."""
+    return step._with_remat(remat)
+
+
+def traced_loss(step: Step, state: State, batch: Any) -> Any:
+    """The loss of a step whose blocks are marked, as it is traced for one microbatch.
+
+    Its first inputs are the parameters. It has the values of one device of the data axes.
+    """
+    if not step._used.losses:
+        step.trace(state, batch)
+    return step._used.losses[-1]
 
 
 def _inputs_of(state: State, batch: Any, sender: Sender | None) -> GradientInputs:

@@ -55,6 +55,14 @@ class Encoded:
             return exact
         return -(-self.local // -(-self.local // MOST_IN_BLOCK))
 
+    @property
+    def share(self) -> float:
+        """The bytes of the codes over those of the activation itself."""
+        shape = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        codes = jax.eval_shape(self.encode, shape)
+        of_codes = sum(code.size * code.dtype.itemsize for code in codes)
+        return of_codes / (shape.size * shape.dtype.itemsize)
+
     def encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """The codes of an activation."""
         x = x.reshape(self._rows)

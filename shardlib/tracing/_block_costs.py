@@ -13,6 +13,7 @@ each name is kept, and whether each equation runs again.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from shardlib.layouts._checkpoint_policies import BESIDE
+from shardlib.layouts._checkpoint_policies import BESIDE, COMPRESSIBLE
+from shardlib.tracing._block_places import Placed
+from shardlib.tracing._device_bytes import DeviceBytes
 from shardlib.tracing._flops import flops_of
 from shardlib.tracing._jaxpr import (
     JITS,
@@ -44,7 +47,7 @@ class Choice:
     """Activations that a block may keep, and what they come to.
 
     - `names`: those that are kept.
-    - `size`: their bytes as they are traced: on one device of the data axes, whole over others.
+    - `size`: their bytes on one device.
     - `flops`: operations of products that run again in the backward pass.
     """
 
@@ -54,11 +57,11 @@ class Choice:
 
 
 def choices_of(block: Any) -> list[Choice]:
-    """The best choices of named activations for a marked block, an equation, smallest first.
+    """The best choices of named activations for a marked block, smallest first.
 
     No other choice is both smaller and computes less again. The first keeps nothing.
     """
-    costs = _Costs.of(block)
+    costs = Costs.of(block)
     choices = []
     limit = costs.total_size
     while limit >= 0:
@@ -78,7 +81,7 @@ def _undominated(choices: list[Choice]) -> list[Choice]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Costs:
+class Costs:
     """A block whose backward pass is known, and what it would take to compute each value again."""
 
     jaxpr: Jaxpr  # the forward pass, and as its outputs what the backward pass reads
@@ -86,11 +89,20 @@ class _Costs:
     flops: list[int]  # of each of these
     named: dict[Any, str]  # variables with names
     sizes: dict[str, int]  # bytes by name
+    bytes_of: DeviceBytes
 
     @classmethod
-    def of(cls, block: Any) -> "_Costs":
-        """The costs of a marked block."""
-        jaxpr = _with_residuals(block).jaxpr
+    def of(cls, block: Any) -> "Costs":
+        """The costs of a marked block: in its place in a loss, or an equation."""
+        if isinstance(block, Placed):
+            return cls.of_function(block.function, block.moving)
+        return cls.of_function(open_jaxpr(block.params["jaxpr"]))
+
+    @classmethod
+    def of_function(cls, function: Jaxpr, moving: Sequence[bool] | None = None) -> "Costs":
+        """The same of a traced function, of which some inputs have derivatives or all do."""
+        jaxpr = _with_residuals(function, inputs_with_derivatives(function, moving)).jaxpr
+        bytes_of = DeviceBytes(jaxpr)
         again = behind(jaxpr, jaxpr.outvars, jaxpr.invars)
         flops = [_flops(jaxpr, equation) for equation in again]
         named: dict[Any, str] = {}
@@ -98,11 +110,13 @@ class _Costs:
         # A name of an input spares nothing: inputs are kept anyway.
         inputs = set(jaxpr.invars)
         for equation in again:
+            if equation.primitive.name == COMPRESSIBLE and equation.invars[0] in inputs:
+                inputs.update(equation.outvars)
             if equation.primitive.name == "name" and inputs.isdisjoint(variables(equation.invars)):
                 (out,) = equation.outvars
                 named[out] = equation.params["name"].removesuffix(BESIDE)
-                sizes[named[out]] += out.aval.size * out.aval.dtype.itemsize
-        return cls(jaxpr, again, flops, named, dict(sizes))
+                sizes[named[out]] += bytes_of(out)
+        return cls(jaxpr, again, flops, named, dict(sizes), bytes_of)
 
     @property
     def total_size(self) -> int:
@@ -139,19 +153,26 @@ class _Costs:
     def choice(self, names: set[str]) -> Choice:
         """What it comes to if the activations of these names are kept."""
         kept = {var for var, name in self.named.items() if name in names}
+        read, flops = self.without(kept)
+        # What nothing reads is not kept, whatever its name is.
+        used = {self.named[var] for var in kept & read}
+        size = sum(self.bytes_of(var) for var in kept & read)
+        return Choice(tuple(sorted(used)), size, flops)
+
+    def without(self, kept: set[Any]) -> tuple[set[Any], int]:
+        """Where only some values are kept: all that the backward pass reads and what is read to
+        compute that again, and the operations of products that run again.
+        """
         again = behind(self.jaxpr, self.jaxpr.outvars, {*self.jaxpr.invars, *kept})
         read = set(variables(self.jaxpr.outvars))
         for equation in again:
             read.update(variables(equation.invars))
-        # What nothing reads is not kept, whatever its name is.
-        used = {self.named[var] for var in kept & read}
-        size = sum(var.aval.size * var.aval.dtype.itemsize for var in kept & read)
         running = set(map(id, again))
         flops = 0
         for equation, cost in zip(self.again, self.flops, strict=True):
             if id(equation) in running:
                 flops += cost
-        return Choice(tuple(sorted(used)), size, flops)
+        return read, flops
 
     def _requirements(self, names: list[str]) -> tuple[Any, Any]:
         """One row for each value that has to be there, of what can provide it, and how much.
@@ -192,11 +213,17 @@ class _Costs:
         return provided
 
 
-def _with_residuals(block: Any) -> ClosedJaxpr:
+def inputs_with_derivatives(function: Jaxpr, moving: Sequence[bool] | None = None) -> Partition:
+    """Which inputs of a function its derivative is taken by: those that move and are floats."""
+    floats = Partition.by_dtype(function.invars).is_float
+    if moving is None:
+        return Partition(floats)
+    return Partition(tuple(a and b for a, b in zip(floats, moving, strict=True)))
+
+
+def _with_residuals(jaxpr: Jaxpr, partition: Partition) -> ClosedJaxpr:
     """The forward pass of a block, which returns all that its backward pass reads."""
-    jaxpr = open_jaxpr(block.params["jaxpr"])
     function = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
-    partition = Partition.by_dtype(jaxpr.invars)
 
     def residuals(floats: list[Any], others: list[Any]) -> list[Any]:
         def call(floats: list[Any]) -> list[Any]:

@@ -1,0 +1,153 @@
+"""A step compiled for a machine, and what it takes of it: what all plans have in common."""
+
+import os
+import re
+import traceback
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from shardlib.compiled._compile import Compiled, compile_apart
+from shardlib.compiled._memory import Memory, attribute
+from shardlib.compiled._written import Kept
+from shardlib.machine._chips import Chip
+from shardlib.machine._targets import LOUD, Target
+from shardlib.planning._advice import host_has_room
+from shardlib.planning._flops import flops_of_planned
+from shardlib.planning._lower import Lowered, lower
+from shardlib.planning._machine import machine_of
+from shardlib.step._step import Step
+from shardlib.tracing._flops import Flops
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step is compiled for: the mesh that it has, if any, and the compiler's options."""
+
+    mesh: Mesh | None
+    platform: Any
+    chip: Chip
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, mesh: Mesh | None, target: Target | None) -> "Machine":
+        """That of a target, or of the devices of a mesh."""
+        return cls(mesh, *machine_of(mesh, target))
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A step as a compiler has it."""
+
+    machine: Machine
+    lowered: Lowered
+    compiled: Compiled
+    memory: Memory
+    flops: Flops | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has the memory that it needs, on the device and on the host."""
+        chip = self.machine.chip
+        if self.compiled.refusal or self.memory.total_bytes > chip.usable_bytes:
+            return False
+        return host_has_room(self.memory, chip)
+
+
+def compile_step(
+    step: Any,
+    state: Any,
+    batch: Any,
+    machine: Machine,
+    cache: str | os.PathLike[str] | None = None,
+) -> CompiledStep:
+    """Trace and compile a step, and say whose memory it takes.
+
+    In the folder `cache`, if there is one, what the compiler says is kept.
+    """
+    traced = lower(step, state, batch)
+    kept = None
+    if cache is not None and isinstance(step, Step) and machine.mesh is not None:
+        key = _key(step, traced.lowered, machine.mesh, machine.options)
+        kept = Kept.of(Path(cache), key)
+    compiled = compile_apart(traced.lowered, machine.platform, machine.options, kept)
+    kinds = kinds_of(traced.paths, len(jax.tree.leaves(state)))
+    memory = attribute(compiled, machine.platform, kinds)
+    offloads = isinstance(step, Step) and bool(step.strategy.offloaded_activations)
+    _check_host_memory(machine.platform, memory, (state, batch), offloads)
+    flops = flops_of_planned(step, traced.jaxpr)
+    return CompiledStep(machine, traced, compiled, memory, flops)
+
+
+def _key(step: Step, lowered: Any, mesh: Mesh, options: dict[str, Any]) -> list[str]:
+    """Texts that say all that a compiler's answer depends on.
+
+    The program has its lines of Python with it, so that what is kept never blames a line that has
+    moved.
+    """
+    devices = list(mesh.devices.flat)
+    parts = [_text_of(lowered), devices[0].client.platform_version]
+    for package in ("jax", "jaxlib"):
+        parts.append(version(package))
+    # Their places on a torus, too.
+    for device in devices:
+        parts.append(f"{device!r} {device.device_kind}")
+    for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *LOUD):
+        parts.append(os.environ.get(variable, ""))
+    for given in (options, step.compiler_options):
+        parts.append(repr(sorted(given.items())))
+    return parts
+
+
+def _text_of(lowered: Any) -> str:
+    """The program with its lines of Python, but for those that have asked for the plan.
+
+    JAX notes for each operation which functions called each other on the way to it, from the start
+    of the process on. Where a plan is asked for makes no difference to it.
+    """
+    callers = {f'"{frame.filename}":{frame.lineno}' for frame in traceback.extract_stack()}
+    kept = []
+    for line in lowered.as_text(debug_info=True).splitlines():
+        place = re.match(r'#loc\d+ = loc\((".*":\d+):', line)
+        if place is None or place[1] not in callers:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
+    """The kind of memory that each argument is, by its path.
+
+    The leaves of the state come first, and are told apart by the names in their paths; all leaves
+    after them are inputs.
+    """
+    kinds = {}
+    for number, path in enumerate(paths):
+        # The arguments of a step are the leaves of its state, and then those of the batch.
+        if number >= leaves_of_state:
+            kinds[path] = "inputs"
+        elif re.search(r"\b(opt_state|errors)\b", path):
+            kinds[path] = "optimizer state"
+        elif re.search(r"\bparams\b", path):
+            kinds[path] = "parameters"
+        else:
+            kinds[path] = "other state"
+    return kinds
+
+
+def _check_host_memory(platform: str, memory: Memory, arguments: Any, offloads: bool) -> None:
+    """Refuse arrays in the host's memory where the compiler counts them as the device's.
+
+    Those are arguments, and activations if the step `offloads` some.
+    """
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
+    on_host = any(getattr(each, "memory_kind", None) == "pinned_host" for each in shardings)
+    if platform == "gpu" and (on_host or offloads) and not memory.host_bytes:
+        raise ValueError(
+            "Some arrays of this step are in the host's memory (`pinned_host`), which the compiler "
+            "ignores for GPUs that are not there: it would count them as the device's. Plan for a "
+            "TPU, or for the GPUs at hand."
+        )
