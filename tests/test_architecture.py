@@ -85,8 +85,8 @@ LAYERS = [
     (
         "planning",
         "_break_even _decoder _decoder_names _estimate _lower _machine _flops _prices _activations "
-        "_activations_report _compiled_step _remat_text _frontier_picture _frontier _microbatch "
-        "_advice _remat_advice _report _plan _questions _command",
+        "_activations_report _advice _compiled_step _remat_text _frontier_picture _frontier "
+        "_microbatch _remat_advice _report _plan _questions _command",
     ),
     ("", "__main__ launch"),
     ("testing", "_traces _assert _oracle _compare"),

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import shardlib as sl
+from shardlib.planning._activations import activations_of
 
 LAYERS, WIDTH, ROWS = 4, 512, 1024
 ARRAY = ROWS * WIDTH * 4
@@ -103,6 +104,28 @@ def test_rows_have_the_bytes_and_the_products_of_theory():
     assert full["up"].again_flops == names["up"].spared_flops == LAYERS * MATRIX_FLOPS
     assert last["up"].state == "recomputed in 2, kept in 2" and last["up"].layers == LAYERS
     assert last["up"].again_flops == last["up"].spared_flops == 2 * MATRIX_FLOPS
+
+
+def activations_under(remat):
+    return {one.name: one for one in activations_of(*step_of(remat))}
+
+
+def test_rows_say_what_is_on_the_host_and_what_is_in_fewer_bits():
+    found = activations_under(sl.Remat.offload("up") | sl.Remat.compress("int8", "gate"))
+    assert found["up"].states == (("on the host", LAYERS),)
+    assert found["up"].layer_bytes == ARRAY and found["up"].held_bytes == 0
+    assert found["gate"].states == (("int8", LAYERS),)
+    # A float32 scale for each block of 128.
+    assert found["gate"].held_bytes == LAYERS * ARRAY * (1 + 4 / 128) / 4
+    kept = activations_under(sl.Remat.save("up", "gate"))
+    for name in ("up", "gate"):
+        assert found[name].spared_flops == kept[name].spared_flops == LAYERS * MATRIX_FLOPS
+
+
+def test_rows_follow_the_paths_of_what_blocks_read():
+    found = activations_under(sl.Remat.paths(("ga.*", SOME), rest="none"))
+    assert found["up"].states == (("kept", LAYERS),)
+    assert found["gate"].states == (("recomputed", LAYERS),)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "layers", "dots"])

@@ -229,7 +229,7 @@ def plan(
     Where the step does not fit, up to five more programs are compiled to say what its blocks may
     keep, with a line on standard error for each.
 
-    >>> import jax.numpy as jnp, optax, shardlib as sl
+    >>> import jax, jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
     >>> make = lambda: {"w": jnp.zeros((64, 64))}
     >>> state = sl.init(make, optax.adam(1e-3), strategy, abstract=True)
