@@ -31,7 +31,7 @@ a layer (the terms are in `_remat_formulas.py`), and the floating-point operatio
 - `gb_13b`: what the step takes of the device, of its 31.25 GiB, and `host_gb_13b` of the host.
 - `offloaded_ratio`: bytes of arguments on the host over those that were asked for.
 
-`compressed`, some three minutes: a small decoder whose activations are kept in fewer bits.
+`compressed`, some ten minutes: a small decoder whose activations are kept in fewer bits.
 
 - `kept_...`: bytes of the codes and scales over those of the exact activations.
 - `gradient_error_...`: how far the gradient of a parameter is off, as norms, the worst of all.
@@ -73,7 +73,6 @@ BOUNDS = {
     "budget_regret": 1.01,
     "gb_13b": 32.0,
     "gradient_error_int8": 0.02,
-    "loss_int8_worst": 1.02,
 }
 AT_LEAST = {"formula_ratio_min": 0.9, "budget_peak_min": 0.95, "offloaded_ratio": 1.0}
 BUDGETS = ("9GiB", "11GiB", "14GiB")
