@@ -275,7 +275,8 @@ class Remat:
         >>> Remat.budget("14GiB")
         RematBudget(memory=15032385536)
         """
-        return RematBudget(_bytes_of(memory))
+        takes = 'the bytes that a step may take of a device: a number, or text such as `"14GiB"`'
+        return RematBudget(check.size("Remat.budget", "memory", memory, takes))
 
     @property
     def every_name(self) -> tuple[str, ...]:
@@ -320,20 +321,6 @@ class RematBudget:
     """
 
     memory: int
-
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-def _bytes_of(memory: Any) -> int:
-    """A size in bytes, from a number or a text with a unit."""
-    takes = 'the bytes that a step may take of a device: a number, or text such as `"14GiB"`'
-    if isinstance(memory, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", memory.strip())
-        if match is None:
-            raise check.refusal("Remat.budget", "memory", memory, takes)
-        memory = round(float(match[1]) * _UNITS[match[2]])
-    return check.whole("Remat.budget", "memory", memory, takes, least=1)
 
 
 class RematByBlock(ABC):
