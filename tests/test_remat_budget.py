@@ -339,7 +339,10 @@ def test_a_budget_that_nothing_meets_is_refused():
 
 
 @pytest.mark.long
-def test_a_step_keeps_what_fits_and_changes_no_number():
+def test_a_step_keeps_what_fits_and_changes_no_number(monkeypatch):
+    agreed = []
+    monkeypatch.setattr("shardlib.step._step.require_agreement", agreed.append)
+
     def of(remat):
         strategy = sl.Strategy(remat=remat, **DATA, **FULL_ZERO)
         state = sl.init(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
@@ -350,6 +353,8 @@ def test_a_step_keeps_what_fits_and_changes_no_number():
     assert fitted.best.remat == sl.Remat(choices()[-1].names)
     assert "100.0% of full" in str(fitted) and len(fitted.tried) == 2
     state, metrics = step(state, BATCH)
+    # All processes of a run have found the same, once.
+    assert agreed == [{"what blocks keep within the budget": repr(fitted.best.remat)}]
     np.testing.assert_allclose(metrics["loss"], plain()[0], rtol=1e-6)
     least = fitted.tried[0].peak
     step, state = of(sl.Remat.budget(least))

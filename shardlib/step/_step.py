@@ -31,6 +31,7 @@ from shardlib.compiled._memory import peak_bytes
 from shardlib.layouts._annotate import UsedNames, mesh_of_step, recording
 from shardlib.layouts._placement import place
 from shardlib.layouts._remat_policy import Remat, RematBudget
+from shardlib.machine._agreement import require_agreement
 from shardlib.optimizers._local import Local
 from shardlib.step._batches import batch_sharding, check_batch
 from shardlib.step._compiler_options import CompilerOptions, compiler_options
@@ -142,7 +143,8 @@ class Step:
         """What blocks keep within `Remat.budget`, and the programs that were compiled to find it.
 
         A step finds it at its first call; here it is found without running. Takes shapes as well as
-        arrays, and devices need not be there.
+        arrays, and devices need not be there. In a run of several processes each of them calls it:
+        each compiles for itself, and all must come to the same.
         """
         if not self._has_budget:
             raise ValueError(
@@ -153,7 +155,10 @@ class Step:
         key = state.layout, _shapes_key(batch)
         if key not in self._fitted:
             shapes = jax.tree.map(_shape, batch)
-            self._fitted[key] = self._fit(jax.tree.map(_shape, state), shapes)
+            fitted = self._fit(jax.tree.map(_shape, state), shapes)
+            # Processes that keep something else would start other programs, and wait for ever.
+            require_agreement({"what blocks keep within the budget": repr(fitted.best.remat)})
+            self._fitted[key] = fitted
         return self._fitted[key]
 
     @property
