@@ -136,6 +136,7 @@ def size(function: str, argument: str, value: Any, takes: str) -> int:
         match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", value.strip())
         if match is None:
             raise refusal(function, argument, value, takes)
+        # A fraction of a unit, as 1.1 GiB, need not be a whole number of bytes.
         value = round(float(match[1]) * _UNITS[match[2]])
     return whole(function, argument, value, takes, least=1)
 
@@ -172,7 +173,11 @@ def number(
 
 
 def _within(size: float, bounds: Mapping[str, Any]) -> bool:
-    """Whether a number is within all of the bounds."""
+    """Whether a number is within all of the bounds.
+
+    >>> _within(0.5, {"least": 0, "below": 0.5}), _within(0.5, {"least": 0, "most": 0.5})
+    (False, True)
+    """
     for name, bound in bounds.items():
         if bound is not None and not _BOUNDS[name].holds(size, bound):
             return False

@@ -35,12 +35,19 @@ class HostCopy:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all times."""
+        """The bytes of all times.
+
+        >>> HostCopy(size=1024, times=12, overlapped=True).total_bytes
+        12288
+        """
         return self.size * self.times
 
 
 def host_copies(compiled: Any) -> tuple[HostCopy, ...]:
-    """Every copy between a device and its host, of a compiled program or of its text."""
+    """Every copy between a device and its host, of a compiled program or of its text.
+
+    A copy in the body of a loop is there once, and says how often it runs.
+    """
     program = Program(text_of("host_copies", "compiled", compiled))
     found = []
     for scope, made, run in program.walk():
@@ -59,6 +66,7 @@ def _host_copy(program: Program, scope: Scope, made: Instruction, run: Run) -> H
     for name in made.operands:
         parts += _ARRAY.findall(scope.instructions[name].result)
     on_device = [size_bytes(arrays(part)) for part in parts if _HOST not in part]
+    # Where all arrays are in one memory, nothing goes between a device and its host.
     if len(on_device) == len(parts) or not on_device:
         return None
     # All else on the device are numbers: where a slice starts, and what a copy waits for.
@@ -66,9 +74,13 @@ def _host_copy(program: Program, scope: Scope, made: Instruction, run: Run) -> H
 
 
 def _is_overlapped(program: Program, scope: Scope, start: Instruction) -> bool:
-    """Whether matrices are multiplied between the start and the end of a copy."""
+    """Whether matrices are multiplied between the start and the end of a copy.
+
+    A copy that is a single instruction holds up all that comes after it.
+    """
     if not start.opcode.endswith("-start"):
         return False
+    # A scheduled program has its instructions in the order in which they run.
     in_order = scope.instructions.values()
     after_start = itertools.dropwhile(lambda other: other is not start, in_order)
     for instruction in after_start:

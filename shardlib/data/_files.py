@@ -43,6 +43,7 @@ def find_files(corpus: Corpus) -> tuple[Source, ...]:
     sources: dict[Path, Source] = {}
     for pattern in patterns:
         for path in _matches(pattern, corpus.format):
+            # A link and the file that it leads to are one text, which is not to be learnt twice.
             sources.setdefault(path.resolve(), _source(path, corpus.format))
     _check_options(corpus, {source.format for source in sources.values()})
     return tuple(sources.values())
@@ -55,6 +56,7 @@ def _check_options(corpus: Corpus, formats: set[str]) -> None:
             f"`separator={shown(corpus.separator)}` stands between the documents of a text file, "
             f"and `{corpus.files}` are {' and '.join(sorted(formats))}. Leave it out."
         )
+    # A corpus may have both kinds of files, and the field is for those that have one.
     if corpus.field and formats == {"text"}:
         raise ValueError(
             f"`field={shown(corpus.field)}`: text files have no fields, and `{corpus.files}` are "
@@ -87,6 +89,7 @@ def _check_listed_once(patterns: tuple[str, ...]) -> None:
 def left_out(corpus: Corpus) -> tuple[str, ...]:
     """The suffixes of files that are in the corpus' folders and are not read."""
     suffixes: set[str] = set()
+    # Only of folders it is not said what is wanted: a pattern or a name says that itself.
     for pattern in _patterns(corpus):
         folder = expanded(pattern)
         # Python's own sources are chosen here, and need no remark.
@@ -99,7 +102,11 @@ def left_out(corpus: Corpus) -> tuple[str, ...]:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix of a file, or its whole name where it has none."""
+    """The suffix of a file, or its whole name where it has none.
+
+    >>> _suffix(Path("a/notes.md")), _suffix(Path("a/Makefile"))
+    ('.md', 'Makefile')
+    """
     return path.suffix or path.name
 
 
@@ -195,6 +202,7 @@ def _files_of_folder(folder: Path, format: str) -> list[Path]:
         return wanted
     content = "it is empty"
     if present:
+        # What is there most often tells what is wrong: another format, or a folder above.
         suffixes = sorted({f"`{_suffix(path)}`" for path in present})
         content = f"there are {', '.join(suffixes[:8])}"
     raise ValueError(
@@ -233,11 +241,16 @@ def _is_wanted(path: Path, format: str) -> bool:
     format_of_suffix = _format_of(path)
     if format == "auto":
         return format_of_suffix is not None
+    # Whoever says "text" may mean sources in any language, whose suffixes nobody lists.
     return format in (format_of_suffix, "text")
 
 
 def _format_of(path: Path) -> str | None:
-    """The format that a file's suffix tells, that of `a.jsonl.gz` by the one before the last."""
+    """The format that a file's suffix tells, that of `a.jsonl.gz` by the one before the last.
+
+    >>> _format_of(Path("a.jsonl.gz")), _format_of(Path("a.txt")), _format_of(Path("a.png"))
+    ('jsonl', 'text', None)
+    """
     suffix = path.suffix.lower()
     if suffix not in COMPRESSED:
         return SUFFIXES.get(suffix)

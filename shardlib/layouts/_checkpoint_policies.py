@@ -44,6 +44,8 @@ def _policy(remat: Remat) -> Callable[..., Any] | None:
     policies = jax.checkpoint_policies
     kept: list[Callable[..., Any]] = []
     if remat.every_name:
+        # An activation that comes with others, as a context does with its log-sum-exp, needs them
+        # as they are.
         beside = [name + BESIDE for name in remat.every_name]
         kept.append(policies.save_only_these_names(*remat.names, *beside))
     if remat.compressed:
@@ -53,6 +55,7 @@ def _policy(remat: Remat) -> Callable[..., Any] | None:
     if remat.products == "without_batch":
         kept.append(policies.dots_with_no_batch_dims_saveable)
     policy = functools.reduce(policies.save_from_both_policies, kept) if kept else None
+    # Names that go to the host are asked for first: the others would keep them on the device.
     if remat.offloaded:
         return _Offloading(frozenset(remat.offloaded), policy)
     return policy
@@ -101,13 +104,18 @@ class PolicyOfPart:
     def __call__(self, primitive: Any, *arrays: Any, **params: Any) -> Any:
         """Whether the results of an operation in the part are kept."""
         policy = policy_of(self.kept)
+        # Nothing but inputs is kept, which JAX never asks about.
         if policy is None:
             return False
         return policy(primitive, *arrays, **params)
 
 
 def offloads(policy: Any) -> bool:
-    """Whether a block with this policy keeps anything in the memory of the host."""
+    """Whether a block with this policy keeps anything in the memory of the host.
+
+    >>> offloads(policy_of(Remat.offload("block_in"))), offloads(policy_of(Remat()))
+    (True, False)
+    """
     return isinstance(policy, _Offloading)
 
 

@@ -18,7 +18,10 @@ def is_on_host(array: Any) -> bool:
 
 
 def to_device(array: Any) -> Any:
-    """The same array in the device's memory."""
+    """The same array in the device's memory.
+
+    What is there already is given back, so that no copy of it is left in the program.
+    """
     if not is_on_host(array):
         return array
     return jax.device_put(array, jax.memory.Space.Device)

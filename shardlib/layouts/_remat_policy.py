@@ -113,7 +113,11 @@ class Remat:
 
     @classmethod
     def save(cls, *names: str) -> "Remat":
-        """Keep the activations of these names."""
+        """Keep the activations of these names.
+
+        >>> Remat.save("mlp_up", "context") == Remat.save("context", "mlp_up")
+        True
+        """
         return cls(names=names)
 
     @classmethod
@@ -209,11 +213,13 @@ class Remat:
         """What keeps all that either keeps; two chains are no chain, and refused."""
         if not isinstance(other, Remat):
             return NotImplemented
+        # Two chains can be united if they are the same.
         if self == other:
             return self
         if self.chain is not None or other.chain is not None:
             raise self._apart()
         order = get_args(Products)
+        # Each of these keeps what those before it keep.
         place = max(order.index(self.products), order.index(other.products))
         return Remat(
             (*self.names, *other.names),
@@ -341,7 +347,11 @@ class RematByBlock(ABC):
 
     @property
     def values(self) -> list[Remat]:
-        """What blocks keep, of those that do not keep everything."""
+        """What blocks keep, of those that do not keep everything.
+
+        >>> Remat.layers((2, Remat.save("context")), rest="none").values
+        [Remat(names=('context',))]
+        """
         return [kept for kept in map(kept_by_blocks, self.asked) if kept is not None]
 
     @property
@@ -401,6 +411,7 @@ class RematLayers(RematByBlock):
         values: list[Remat | None] = []
         for number, value in self.runs:
             values += [kept_by_blocks(value)] * number
+        # More blocks than were told would keep what nobody chose.
         fits = len(values) == count or (len(values) < count and self.rest is not None)
         if not fits:
             raise ValueError(
@@ -429,6 +440,8 @@ class RematPaths(RematByBlock):
         takes = 'patterns of paths, `("encoder/.*", "full")` each'
         pairs = _checked_pairs("Remat.paths", "patterns", self.patterns, self.rest, takes)
         for pattern, _ in pairs:
+            # A pattern that does not compile is refused where it is written, and not when a step is
+            # traced.
             check.pattern("Remat.paths", "patterns", pattern)
 
     @property
@@ -446,6 +459,7 @@ class RematPaths(RematByBlock):
             values.append(kept_by_blocks(value))
         for pattern, _ in self.patterns:
             if pattern not in matched:
+                # Most often a prefix is missing, which the paths show.
                 known = sorted(set().union(*read))
                 raise ValueError(
                     f"`{self}`: no block that is marked with `sl.remat`, and that no pattern "
@@ -502,7 +516,11 @@ def _check_of_blocks(function: str, argument: str, value: Any) -> None:
 
 
 def checked_remat(function: str, argument: str, value: Any) -> Any:
-    """A word or a value for what blocks keep, or an error that lists the words."""
+    """A word or a value for what blocks keep, or an error that lists the words.
+
+    >>> checked_remat("Strategy", "remat", "full")
+    'full'
+    """
     if isinstance(value, Remat | RematByBlock | RematBudget):
         return value
     if isinstance(value, str) and value in WORDS:
@@ -520,6 +538,7 @@ def kept_by_blocks(value: Any) -> Any:
     """
     if isinstance(value, Remat | RematByBlock):
         return value
+    # Blocks have to be marked for a step to find out what fits.
     if isinstance(value, RematBudget):
         return Remat()
     # With "stage" a stage's whole pass is computed again, and its blocks keep little within it.

@@ -51,19 +51,33 @@ class Activation:
 
     @property
     def layers(self) -> int:
-        """How many blocks have it."""
+        """How many blocks have it.
+
+        >>> Activation("mlp_up", 64, 128, (("kept", 2), ("recomputed", 6)), 0, 0).layers
+        8
+        """
         return sum(count for _, count in self.states)
 
     @property
     def state(self) -> str:
-        """What becomes of it, in words."""
+        """What becomes of it, in words.
+
+        >>> Activation("mlp_up", 64, 128, (("kept", 2), ("recomputed", 6)), 0, 0).state
+        'kept in 2, recomputed in 6'
+        """
         if len(self.states) == 1:
             return self.states[0][0]
         return ", ".join(f"{state} in {count}" for state, count in self.states)
 
 
 def activation_values(activation: Activation) -> dict[str, Any]:
-    """A row as plain values, for JSON."""
+    """A row as plain values, for JSON.
+
+    Its states become a dict, since JSON would make a list of each pair.
+
+    >>> activation_values(Activation("context", 64, 128, (("kept", 2),), 512, 0))["states"]
+    {'kept': 2}
+    """
     return dataclasses.asdict(activation) | {"states": dict(activation.states)}
 
 
@@ -75,13 +89,18 @@ def activations_of(step: Any, state: Any, batch: Any) -> tuple[Activation, ...]:
     """
     if not isinstance(step, Step) or step.strategy.pipeline is not None:
         return ()
+    # A budget says how much, and not yet what: the step finds that first, as when it runs.
     if isinstance(step.strategy.remat, RematBudget):
         step = with_remat(step, step.fitted_remat(state, batch).best.remat)
+    # Sizes are of one microbatch, products of a whole step on all devices.
     rows = _Rows(products_scale(step.strategy))
     kept = step.strategy.kept_by_blocks
     if kept is None:
+        # Such a step has no marks in its trace, so that another one is traced for it. Its policy is
+        # that of the step.
         rows.add_all(_loops_that_keep_all(step, state, batch), policy_of(None))
     elif kept.dropped:
+        # Where parts are dropped, blocks have no mark of their own in the trace, only the parts do.
         loss = traced_loss(step, state, batch).jaxpr
         rows.add_all(loops_with_parts(loss, weights_of(state)), policy_of(None))
     elif kept.chain is not None:
@@ -93,7 +112,10 @@ def activations_of(step: Any, state: Any, batch: Any) -> tuple[Activation, ...]:
 
 
 def _values_by_block(step: Step, state: State, batch: Any, kept: Any) -> list[Any]:
-    """What each block keeps, in the order of calls, where they do not all keep the same."""
+    """What each block keeps, in the order of calls, where they do not all keep the same.
+
+    There are none where all blocks keep the same: then each has it as its own policy in the trace.
+    """
     if not isinstance(kept, RematByBlock):
         return []
     paths = [path for path, _ in named_leaves(combine(state.params, state.frozen))]
@@ -111,12 +133,19 @@ def placed_of(step: Step, state: Any, batch: Any) -> list[PlacedLoop]:
 
 
 def loops_of_step(step: Step, state: Any, batch: Any) -> list[PlacedLoop]:
-    """The marked blocks of a step, whatever they keep; refused if there are none."""
+    """The marked blocks of a step, whatever they keep; refused if there are none.
+
+    With `remat="none"` a step marks no block in its trace. So it is traced as if each kept its
+    inputs, which marks all of them.
+    """
     return placed_of(with_remat(step, Remat()), state, batch)
 
 
 def weights_of(state: Any) -> int:
-    """How many parameters a state has: trained and frozen ones."""
+    """How many parameters a state has: trained and frozen ones.
+
+    A traced loss takes them as its first inputs, so that the number says which inputs they are.
+    """
     return len(jax.tree.leaves((state.params, state.frozen)))
 
 
@@ -131,7 +160,11 @@ def _loops_that_keep_all(step: Step, state: Any, batch: Any) -> list[PlacedLoop]
 
 
 def products_scale(strategy: Strategy) -> int:
-    """How often a step computes a block that the trace calls once, on all devices."""
+    """How often a step computes a block that the trace calls once, on all devices.
+
+    A trace is of one microbatch on one device of the data axes. Other axes do not count: their
+    devices share the products of a layer, and the trace has these whole.
+    """
     sizes = strategy.device_mesh.shape
     return strategy.microbatches * math.prod(sizes[axis] for axis in strategy.data_axes)
 
@@ -144,7 +177,11 @@ class _Row:
         self.states: dict[str, int] = {}
 
     def add(self, state: str, layers: int, size: int, flops: int) -> None:
-        """Add layers of one state."""
+        """Add layers of one state.
+
+        An activation on the host spares as much computing as one on the device, and takes nothing
+        of the device.
+        """
         self.layer_bytes = max(self.layer_bytes, size)
         self.states[state] = self.states.get(state, 0) + layers
         if state == RECOMPUTED:
@@ -189,6 +226,9 @@ class _Rows:
         """Add blocks that keep what they say, or the next of some values."""
         remaining = iter(values)
         for loop in loops:
+            # Values are in the order of calls, turn by turn. Turns that keep the same are counted,
+            # so that each kind of block is looked at once, and not once for each of a hundred
+            # layers.
             counts: dict[tuple[int, Any], int] = {}
             for _ in range(loop.times):
                 for number, block in enumerate(loop.blocks):
@@ -208,6 +248,7 @@ class _Rows:
 
     def _add_of_chain(self, kind: BlockActivations, times: int, table: Any) -> None:
         for held in kind.held(None):
+            # A chain keeps inputs only, and all else runs again in every layer.
             if held.name != INPUT:
                 self._add(held.name, RECOMPUTED, times, held.size, held.flops)
                 continue

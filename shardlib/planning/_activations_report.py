@@ -8,7 +8,10 @@ _LEAST_SHARE = 5e-4  # of a step's products, below which none are said
 
 
 def activations_table(plan: Any) -> str:
-    """What marked blocks keep, by name; empty for a plan without marked blocks."""
+    """What marked blocks keep, by name; empty for a plan without marked blocks.
+
+    The last column is the first to go where a terminal is narrow: the table is about bytes.
+    """
     if not plan.activations:
         return ""
     total = 0
@@ -27,19 +30,32 @@ def activations_table(plan: Any) -> str:
                 _spared(one, total),
             )
         )
+    # What is kept adds up. What is spared does not: two names may spare the same product.
     held = sum(one.held_bytes for one in plan.activations)
     rows.append(("  all", "", human_bytes(held), "", ""))
     return table(rows, right=(1, 2), width=terminal_width(), shorten=(0,), drop=(4,))
 
 
 def _held(size: int) -> str:
+    """Bytes that a device holds, or a dash, which is found faster than a zero among sizes.
+
+    >>> _held(0), _held(2**20)
+    ('-', '1.0 MiB')
+    """
     if not size:
         return "-"
     return human_bytes(size)
 
 
 def _spared(activation: Any, total: int) -> str:
-    """What keeping an activation spares, and what it would spare where it is not kept."""
+    """What keeping an activation spares, and what it would spare where it is not kept.
+
+    A share that would read as 0.0% is left out.
+
+    >>> from shardlib.planning._activations import Activation
+    >>> _spared(Activation("context", 64, 128, (("kept", 2),), 250, 0), 1000)
+    'spares 25.0%'
+    """
     said = []
     for words, flops in (
         ("spares", activation.spared_flops),

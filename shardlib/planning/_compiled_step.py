@@ -35,7 +35,10 @@ class Machine:
 
     @classmethod
     def of(cls, mesh: Mesh | None, target: Target | None) -> "Machine":
-        """That of a target, or of the devices of a mesh."""
+        """That of a target, or of the devices of a mesh.
+
+        Without a target, the devices of the mesh tell their kind, and that tells their datasheet.
+        """
         return cls(mesh, *machine_of(mesh, target))
 
 
@@ -51,7 +54,10 @@ class CompiledStep:
 
     @property
     def fits(self) -> bool:
-        """Whether the machine has the memory that it needs, on the device and on the host."""
+        """Whether the machine has the memory that it needs, on the device and on the host.
+
+        A compiler may refuse a program before it says what that takes, which counts as too much.
+        """
         chip = self.machine.chip
         if self.compiled.refusal or self.memory.total_bytes > chip.usable_bytes:
             return False
@@ -71,6 +77,7 @@ def compile_step(
     """
     traced = lower(step, state, batch)
     kept = None
+    # Of a function that is not ours it is not known what else the answer depends on.
     if cache is not None and isinstance(step, Step) and machine.mesh is not None:
         key = _key(step, traced.lowered, machine.mesh, machine.options)
         kept = Kept.of(Path(cache), key)
@@ -90,6 +97,7 @@ def _key(step: Step, lowered: Any, mesh: Mesh, options: dict[str, Any]) -> list[
     moved.
     """
     devices = list(mesh.devices.flat)
+    # Another version of a compiler gives another answer to the same program, and so do flags.
     parts = [_text_of(lowered), devices[0].client.platform_version]
     for package in ("jax", "jaxlib"):
         parts.append(version(package))
@@ -143,6 +151,7 @@ def _check_host_memory(platform: str, memory: Memory, arguments: Any, offloads: 
 
     Those are arguments, and activations if the step `offloads` some.
     """
+    # Arrays of NumPy have no sharding.
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
     on_host = any(getattr(each, "memory_kind", None) == "pinned_host" for each in shardings)
     if platform == "gpu" and (on_host or offloads) and not memory.host_bytes:

@@ -44,6 +44,7 @@ def named_of(
     if not decoder.scores:
         size = context.size + decoder.score_bytes(examples, itemsize, tensor)
         context = Named(size, 2 * scores)
+    # What an attention returns is the stream, which more devices may split than split a layer.
     returned = Named(tokens * width * itemsize // parts, 2 * tokens * queries * width // tensor)
     hidden = product(width, decoder.hidden or 4 * width)
     named = {
@@ -53,6 +54,7 @@ def named_of(
         "context": context,
         "attention_out": returned,
         "mlp_up": hidden,
+        # An activation function runs again for it, which is no product.
         "mlp_hidden": Named(hidden.size, 0),
     }
     if decoder.mlp in ("swiglu", "geglu"):
@@ -67,6 +69,7 @@ def kept_names(recompute: Any, decoder: Decoder) -> tuple[str, ...] | None:
     """
     if isinstance(recompute, str) and recompute in get_args(Recompute):
         return None
+    # Which names there are does not depend on sizes.
     known = named_of(decoder, 1, 1, 1, 1)
     if isinstance(recompute, str) and recompute == "minimal":
         return tuple(name for name in PROJECTED if name in known)

@@ -103,7 +103,11 @@ class Frontier:
         return table(rows, right=(0, 1))
 
     def svg(self, title: str = "") -> str:
-        """A picture: memory along x, what is computed again along y, and the target's memory."""
+        """A picture: memory along x, what is computed again along y, and the target's memory.
+
+        The picture is the text of an SVG file, which browsers show. Points that are predicted are
+        hollow.
+        """
         check.text("Frontier.svg", "title", title)
         points = []
         for point in self.points:
@@ -184,20 +188,30 @@ class _Search:
     def of(
         cls, step: Step, state: State, batch: Any, target: Target | None, cache: Any
     ) -> "_Search":
-        """The step, with the choices for its blocks."""
+        """The step, with the choices for its blocks.
+
+        Choices come from the trace, so that a step without marked blocks is refused before anything
+        is compiled.
+        """
         layers = Layers.of(loops_of_step(step, state, batch))
         machine = Machine.of(step.strategy.device_mesh, target)
         return cls(step, state, batch, machine, layers, cache)
 
     def points(self, count: int, compiled: bool) -> list[_Measured]:
-        """All points, those that keep the least first."""
+        """All points, those that keep the least first.
+
+        Bytes are compiled, or on a line between those that are. What is computed again is counted
+        from the program that keeps everything, which comes last.
+        """
         choices = self._choices(count)
+        # Both ends are always compiled: all others are predicted between them.
         ends = {0, len(choices) - 1}
         known: dict[int, tuple[int, int]] = {}
         numbers = [n for n in range(len(choices)) if compiled or n in ends]
         for done, number in enumerate(numbers):
             known[number] = self._compiled(choices[number].remat, done, len(numbers) + 1)
         everything = self._compiled("none", len(numbers), len(numbers) + 1)
+        # What a step computes where nothing runs again is the measure for all others.
         once = everything[1]
         measured = []
         for number, choice in enumerate(choices):
@@ -213,10 +227,16 @@ class _Search:
         return [*measured, _Measured(last, self.machine.chip.usable_bytes)]
 
     def _choices(self, count: int) -> list[_Choice]:
-        """The best choices for sizes of memory between those of the ends."""
+        """The best choices for sizes of memory between those of the ends.
+
+        Several sizes may have the same best choice, which is then there once. The last size is
+        infinite, so that the end which keeps all that spares anything is always among them.
+        """
         most = self.layers.most
+        # Even steps in bytes: what has to fit is known in these.
         limits = [most * number / (count + 1) for number in range(count + 1)]
         choices: list[_Choice] = []
+        # The last limit is none, since a size at the very end could be missed by a rounding.
         for limit in [*limits, math.inf]:
             remat, estimate, flops = self.layers.best(limit)
             choice = _Choice(plain_remat(remat), estimate, flops)
@@ -235,16 +255,26 @@ class _Search:
 
 
 def _between(choices: Sequence[_Choice], known: dict[int, tuple[int, int]], estimate: int) -> int:
-    """What a choice takes by the two compiled ones that keep less and more than it."""
+    """What a choice takes by the two compiled ones that keep less and more than it.
+
+    >>> choices = [_Choice("full", 0, 9), _Choice("some", 50, 5), _Choice("all", 100, 0)]
+    >>> _between(choices, {0: (1000, 0), 2: (1400, 0)}, 50)
+    1200
+    """
     below = max((n for n in known if choices[n].estimate <= estimate), default=min(known))
     above = min((n for n in known if choices[n].estimate >= estimate), default=max(known))
     low, high = choices[below].estimate, choices[above].estimate
+    # At an end, the programs below and above are the same one.
     share = (estimate - low) / max(1, high - low)
     return round(known[below][0] + share * (known[above][0] - known[below][0]))
 
 
 def _undominated(found: Sequence[_Measured]) -> list[FrontierPoint]:
-    """The points that no other one beats, by what they take; with what keeps everything, last."""
+    """The points that no other one beats, by what they take; with what keeps everything, last.
+
+    Compiled sizes need not grow as estimates do, since compilers pad and copy. So a choice that was
+    better by estimates may drop out here.
+    """
     *named, everything = [one.point for one in found]
     best: list[FrontierPoint] = []
     for point in sorted(named, key=lambda point: (point.total_bytes, point.again_flops)):
@@ -254,7 +284,10 @@ def _undominated(found: Sequence[_Measured]) -> list[FrontierPoint]:
 
 
 def say(text: str) -> None:
-    """A line on standard error about work that takes long."""
+    """A line on standard error about work that takes long.
+
+    Only one process of a job says it. Standard output is left to what commands print.
+    """
     if jax.process_index() == 0:
         sys.stderr.write(f"shardlib: {text}\n")
         sys.stderr.flush()

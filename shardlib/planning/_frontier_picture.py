@@ -23,7 +23,12 @@ class _Point(NamedTuple):
 
 
 def picture(points: Sequence[tuple[int, float, str, bool]], usable: float, title: str) -> str:
-    """Memory along x, the share that is computed again along y, and a line at what is usable."""
+    """Memory along x, the share that is computed again along y, and a line at what is usable.
+
+    >>> points = [(2**30, 0.3, "inputs", True), (2**31, 0.0, "everything", False)]
+    >>> picture(points, 2**31, "What is kept").count("<circle")
+    2
+    """
     chart = _Chart([_Point(*point) for point in points], usable)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
@@ -49,15 +54,28 @@ class _Chart:
         self.has_limit = usable <= 2 * self.most
         if self.has_limit:
             self.least, self.most = min(self.least, int(usable)), max(self.most, int(usable))
+        # Where nothing is computed again at all, the axis still needs a length.
         self.highest = max(0.01, *(point.share for point in points))
 
     def x(self, size: float) -> float:
-        """Where some bytes are."""
+        """Where some bytes are.
+
+        There is room on both sides for the words at the points.
+
+        >>> chart = _Chart([_Point(100, 0.5, "a", True), _Point(200, 0.0, "b", True)], 150)
+        >>> chart.x(100), chart.x(150), chart.x(200)
+        (100.0, 460.0, 820.0)
+        """
         share = (size - self.least) / max(1, self.most - self.least)
         return _LEFT + 30 + share * (_RIGHT - _LEFT - 60)
 
     def y(self, share: float) -> float:
-        """Where a share is."""
+        """Where a share is.
+
+        >>> chart = _Chart([_Point(100, 0.5, "a", True), _Point(200, 0.0, "b", True)], 150)
+        >>> chart.y(0), chart.y(0.5)
+        (410.0, 70.0)
+        """
         return _BOTTOM - share / self.highest * (_BOTTOM - _TOP - 20)
 
     def axes(self) -> Iterator[str]:
@@ -74,7 +92,10 @@ class _Chart:
         yield _text(_RIGHT, _BOTTOM + 38, "memory of a device", "end", "#555")
 
     def limit(self) -> Iterator[str]:
-        """A line at the memory that the target has."""
+        """A line at the memory that the target has.
+
+        There is none where nobody knows that memory, or where it is far beyond all points.
+        """
         if not self.has_limit or math.isinf(self.usable):
             return
         x = self.x(self.usable)
@@ -89,6 +110,7 @@ class _Chart:
         for number, (point, (x, y)) in enumerate(zip(self.points, places, strict=True)):
             fill = "#247" if point.compiled else "white"
             how = "compiled" if point.compiled else "predicted"
+            # Browsers show a `<title>` while the pointer is on its point.
             told = f"{point.words}: {human_bytes(point.size)}, {point.share:.1%}, {how}"
             yield (
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="#247">'
@@ -98,11 +120,17 @@ class _Chart:
             is_left = x < (_LEFT + _RIGHT) / 2
             anchor = "start" if is_left else "end"
             across = 8 if is_left else -8
+            # Words of neighbours are above and below the line in turn, so that they do not overlap.
             down = -8 if number % 2 == 0 else 14
             yield _text(x + across, y + down, escape(point.words), anchor, "black", 10)
 
 
 def _line(points: Sequence[tuple[float, float]], colour: str, more: str = "") -> str:
+    """A line through some points, in pixels; `more` are further attributes.
+
+    >>> _line([(0, 1), (2, 3)], "black")
+    '<polyline points="0.0,1.0 2.0,3.0" fill="none" stroke="black"/>'
+    """
     places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<polyline points="{places}" fill="none" stroke="{colour}"{more}/>'
 

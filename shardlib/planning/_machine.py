@@ -16,7 +16,12 @@ from shardlib.step._strategy import Strategy
 
 
 def checked_target(function: str, target: Any) -> Target | None:
-    """The machine that a plan is for, or None for that of the step's mesh."""
+    """The machine that a plan is for, or None for that of the step's mesh.
+
+    >>> checked_target("plan", 16)
+    Traceback (most recent call last):
+    ValueError: `plan(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got 16.
+    """
     if isinstance(target, str):
         return Target(target)
     if target is None or isinstance(target, Target):
@@ -53,6 +58,7 @@ def on_target(step: Step, state: State, target: Target | None) -> tuple[Step, St
         if target.slices > 1:
             crossing = strategy.dcn or ",".join(slow_axes(theirs))
         mesh = target.mesh(format_mesh(theirs), dcn=crossing)
+        # The mesh has its slow axes in the order of its devices now, and needs no word for them.
         strategy = dataclasses.replace(strategy, mesh=mesh, dcn="")
         step = Step(step.loss_fn, strategy)
         layout = dataclasses.replace(state.layout, strategy=strategy)
@@ -115,6 +121,7 @@ def machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, dic
     platform = device.platform
     if platform == "cuda":
         platform = "gpu"
+    # Nothing but its type tells a client that compiles only.
     absent = type(getattr(device, "client", None)).__name__.startswith("CompileOnly")
     # Without a target to ask, absent GPUs get the compiler options of a GPU target.
     options: dict[str, Any] = {}

@@ -122,6 +122,7 @@ def largest_microbatch(
     limit = _limit(given, compiled_for)
     examples = _examples_of_device(step, batch)
 
+    # The batch stays as it is: what differs is only in how many parts a device takes its examples.
     def total_of(microbatch: int) -> int:
         accumulating = _with_accumulate(step, examples // microbatch)
         laid_out = _laid_out(state, accumulating)
@@ -134,6 +135,7 @@ def largest_microbatch(
     found = []
     for microbatch, size in tried.items():
         found.append(TriedMicrobatch(microbatch, examples // microbatch, size))
+    # The smallest size is always tried. If that does not fit, none does.
     if min(tried.values()) > limit:
         raise ValueError(_nothing_fits(step, found[0], limit))
     return LargestMicrobatch(limit, tuple(found))
@@ -144,12 +146,16 @@ def search(sizes: Sequence[int], limit: float, total_of: Callable[[int], int]) -
 
     Sizes grow, and so do their totals, as on a line. If the smallest does not fit, it is the only
     one that was tried.
+
+    >>> search([1, 2, 4, 8, 16, 32], 100, lambda examples: 10 + 7 * examples)
+    {1: 17, 8: 66, 16: 122}
     """
     tried = {sizes[0]: total_of(sizes[0])}
     if tried[sizes[0]] > limit:
         return tried
     # Places of sizes: those up to `low` fit, those from `high` on do not.
     low, high = 0, len(sizes)
+    # The second one is in the middle: a line through two neighbours would say little.
     place = len(sizes) // 2
     while high - low > 1:
         tried[sizes[place]] = total_of(sizes[place])
@@ -157,6 +163,8 @@ def search(sizes: Sequence[int], limit: float, total_of: Callable[[int], int]) -
             low = place
         else:
             high = place
+        # Totals are only nearly on a line. The next place lies between the bounds all the same, so
+        # that each program brings them closer together.
         place = min(max(_on_line(sizes, tried, limit), low + 1), high - 1)
     return tried
 
@@ -168,6 +176,7 @@ def _on_line(sizes: Sequence[int], tried: dict[int, int], limit: float) -> int:
     """
     first, second = sorted(tried)[-2:]
     slope = (tried[second] - tried[first]) / (second - first)
+    # Padding can hide a few examples. Then the largest size is tried.
     if slope <= 0:
         return len(sizes) - 1
     most = first + (limit - tried[first]) / slope
@@ -175,7 +184,10 @@ def _on_line(sizes: Sequence[int], tried: dict[int, int], limit: float) -> int:
 
 
 def _limit(given: int | None, machine: Machine) -> int:
-    """What a step may take of a device."""
+    """What a step may take of a device.
+
+    Where neither the caller nor a datasheet says it, it is asked for: a guess would be believed.
+    """
     if given is not None:
         return given
     usable = machine.chip.usable_bytes
@@ -188,7 +200,11 @@ def _limit(given: int | None, machine: Machine) -> int:
 
 
 def _examples_of_device(step: Step, batch: Any) -> int:
-    """How many examples of a batch each device has."""
+    """How many examples of a batch each device has.
+
+    Arrays that do not agree in their first dim are refused, for it is not known then what a part of
+    the batch is; so are batches that devices cannot share evenly.
+    """
     leaves = jax.tree.leaves(batch)
     rows = {leaf.shape[0] for leaf in leaves if getattr(leaf, "shape", ())}
     if len(rows) != 1 or 0 in rows:
@@ -207,6 +223,11 @@ def _examples_of_device(step: Step, batch: Any) -> int:
 
 
 def _divisors(number: int) -> list[int]:
+    """The sizes that equal microbatches of so many examples may have, in order.
+
+    >>> _divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
@@ -223,7 +244,10 @@ def _laid_out(state: State, step: Step) -> State:
 
 
 def _nothing_fits(step: Step, least: TriedMicrobatch, limit: float) -> str:
-    """That not even one example fits, and what to change."""
+    """That not even one example fits, and what to change.
+
+    Of the ways out, those are left out that the strategy has taken already.
+    """
     changes = []
     if step.strategy.remat == "none":
         changes.append('compute activations again, `Strategy(remat="full")`')

@@ -48,7 +48,10 @@ class Planned(NamedTuple):
         return self.made.memory.total_bytes
 
     def compiled_bytes(self, remat: Any) -> int:
-        """What the step takes if its blocks keep something else, as compiled."""
+        """What the step takes if its blocks keep something else, as compiled.
+
+        A line on standard error says so, because a program may take minutes to compile.
+        """
         step = with_remat(self.step, remat)
         made = compile_step(step, self.state, self.batch, self.made.machine, self.cache)
         size = made.memory.total_bytes
@@ -57,7 +60,11 @@ class Planned(NamedTuple):
 
 
 def remat_advice(planned: Planned) -> list[tuple[float, str]]:
-    """What to change of `Strategy(remat=...)`, with the bytes that it is about; maybe nothing."""
+    """What to change of `Strategy(remat=...)`, with the bytes that it is about; maybe nothing.
+
+    Nothing is advised for steps that are not ours, for pipelines, whose schedule decides how much
+    is alive, and where nobody knows what memory there is.
+    """
     step = planned.step
     if not isinstance(step, Step) or step.strategy.pipeline is not None:
         return []
@@ -69,7 +76,10 @@ def remat_advice(planned: Planned) -> list[tuple[float, str]]:
 
 
 def _of_room(planned: Planned) -> list[tuple[float, str]]:
-    """What to keep where much memory is left and something is computed again."""
+    """What to keep where much memory is left and something is computed again.
+
+    Half of the room is filled at most: what compilers pad and copy is in no array of the trace.
+    """
     kept = kept_by_blocks(planned.step.strategy.remat)
     flops = planned.made.flops
     if not isinstance(kept, Remat) and kept is not None and not planned.activations:
@@ -80,6 +90,7 @@ def _of_room(planned: Planned) -> list[tuple[float, str]]:
     room = planned.usable - planned.total
     if room < _MUCH * planned.usable or not flops.recomputed or not planned.activations:
         return []
+    # Inputs of blocks are kept by every choice, which counts what is kept besides.
     held = sum(one.held_bytes for one in planned.activations if one.name != INPUT)
     layers = Layers.of(loops_of_step(planned.step, planned.state, planned.batch))
     remat, estimate, again = layers.best(held + room / 2)
@@ -87,6 +98,7 @@ def _of_room(planned: Planned) -> list[tuple[float, str]]:
     share = spared / flops.total
     if share < _WORTHWHILE or estimate <= held:
         return []
+    # People may want the room for more examples, so that the bytes are said too.
     more = estimate - held
     text = (
         f"Keep more: `Strategy(remat={remat_code(plain_remat(remat))})` spares {share:.1%} of the "
@@ -97,7 +109,11 @@ def _of_room(planned: Planned) -> list[tuple[float, str]]:
 
 
 def _of_excess(planned: Planned) -> list[tuple[float, str]]:
-    """What to keep where the step does not fit."""
+    """What to keep where the step does not fit.
+
+    Where blocks that keep nothing but inputs take too much, no choice of names fits, and other ways
+    are looked for.
+    """
     saved = float(planned.made.memory.most["activations"])
     strategy = planned.step.strategy
     if not planned.activations:
@@ -116,6 +132,7 @@ def _of_excess(planned: Planned) -> list[tuple[float, str]]:
     if full > planned.usable:
         return _beyond_full(planned, full, saved)
     loops = loops_of_step(planned.step, planned.state, planned.batch)
+    # The program that is known already need not be compiled again.
     known = {Remat(): full}
 
     def peak_of(remat: Any) -> int:
@@ -131,6 +148,7 @@ def _fitting(planned: Planned, remat: Any, size: int, flops: int) -> str:
     """Advice to take a value that fits."""
     again = flops * products_scale(planned.step.strategy)
     made = planned.made.flops
+    # Products are counted of all steps that get here: those of ours without a pipeline.
     assert made is not None
     share = again / max(1, made.total - made.recomputed)
     return (
@@ -140,7 +158,11 @@ def _fitting(planned: Planned, remat: Any, size: int, flops: int) -> str:
 
 
 def _beyond_full(planned: Planned, full: int, saved: float) -> list[tuple[float, str]]:
-    """What is left where the inputs of all blocks alone are too much."""
+    """What is left where the inputs of all blocks alone are too much.
+
+    Where inputs are more than what is missing, a step may fit that keeps few of them. It is advised
+    only if it is compiled and fits.
+    """
     inputs = sum(one.held_bytes for one in planned.activations if one.name == INPUT)
     text = ""
     if inputs > full - planned.usable and kept_by_blocks(planned.step.strategy.remat) == Remat():

@@ -6,7 +6,11 @@ from shardlib.layouts._remat_policy import Remat, RematLayers
 
 
 def plain_remat(value: Any) -> Any:
-    """The same value in its simplest form: nothing but inputs is `"full"`."""
+    """The same value in its simplest form: nothing but inputs is `"full"`.
+
+    >>> plain_remat(Remat()), plain_remat(Remat.layers((2, Remat()), rest="none"))
+    ('full', RematLayers(runs=((2, 'full'),), rest='none'))
+    """
     if value == Remat():
         return "full"
     if isinstance(value, RematLayers):
@@ -28,6 +32,7 @@ def remat_code(value: Any) -> str:
         return f"sl.Remat.layers({', '.join(runs)})"
     if isinstance(value, str):
         return f'"{value}"'
+    # People write `Remat.save`; what has further fields is written with all of them.
     if isinstance(value, Remat) and value == Remat.save(*value.names):
         names = ", ".join(f'"{name}"' for name in value.names)
         return f"sl.Remat.save({names})"

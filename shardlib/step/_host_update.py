@@ -47,6 +47,7 @@ class HostUpdate:
             # The types of the trace are of the device's memory. Here these copies do nothing.
             return function(*map(to_device, operands))
 
+        # Results that were on the device go back there by the same computation.
         spaces = [jax.typeof(arrays[position]).memory_space for position in self.positions]
         compute = _compute_on(by_host, compute_type="device_host", out_memory_spaces=spaces)
         read = [arrays[position] for position in self.inputs]

@@ -74,12 +74,20 @@ class Offload:
 
     @property
     def of_state(self) -> bool:
-        """Whether anything of the state is in the memory of the host."""
+        """Whether anything of the state is in the memory of the host.
+
+        >>> Offload().of_state, Offload(optimizer=False, activations=("block_in",)).of_state
+        (True, False)
+        """
         return self.optimizer or self.parameters
 
 
 def resolve_offload(value: Any) -> Offload | None:
-    """The `Offload` that `Strategy(offload=...)` stands for; None where nothing is offloaded."""
+    """The `Offload` that `Strategy(offload=...)` stands for; None where nothing is offloaded.
+
+    >>> resolve_offload("parameters")
+    Offload(optimizer=False, parameters=True, update='device', activations=())
+    """
     if value is None or isinstance(value, Offload):
         return value
     match value:
@@ -122,6 +130,7 @@ def with_offloaded(remat: Any, offload: Offload | None) -> Any:
             f"keeps {keeps}, or leave `activations` out."
         )
     assert isinstance(kept, Remat)
+    # What goes to the host is no longer kept on the device: no activation can be in both places.
     names = tuple(name for name in kept.names if name not in offload.activations)
     return replace(kept, names=names) | Remat.offload(*offload.activations)
 
@@ -152,6 +161,7 @@ def state_on_host(
         return frozenset()
     paths = set()
     for path, relation in relations.items():
+        # Arrays of rows or columns only, as of Adafactor, are small beside these.
         if relation.kind == "same" and splits[str(relation.parameter)].layer > small:
             paths.add(path)
     return frozenset(paths)
@@ -164,6 +174,7 @@ def copied_in_parts(array: Any, dtype: Any, dim: int) -> jax.Array:
     copies of a whole array, if a loop writes to that later, for the array itself, and fails.
     """
     total = array.shape[dim]
+    # Parts are equal, since a loop's body has arrays of one size.
     count = fewest_parts(total, array.size * array.dtype.itemsize)
     size = total // count
 
@@ -181,5 +192,6 @@ def fewest_parts(total: int, size: int) -> int:
     >>> fewest_parts(40, 1000), fewest_parts(40, 2**30), fewest_parts(1, 2**30)
     (2, 8, 1)
     """
+    # Two at least, for a copy of a whole array at once is what parts are there to avoid.
     wanted = max(2, -(-size // BYTES_AT_A_TIME))
     return next((parts for parts in range(wanted, total) if total % parts == 0), total)

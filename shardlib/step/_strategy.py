@@ -173,6 +173,8 @@ class Strategy:
         check.choice("Strategy", "nonfinite", self.nonfinite, ("skip", "count"))
         check.choice("Strategy", "draws", self.draws, ("same", "by_mesh"))
         checked_remat("Strategy", "remat", self.remat)
+        # Activations are named by both fields. What contradicts itself is refused here, and not
+        # later.
         with_offloaded(self.remat, resolve_offload(self.offload))
         hide = check.boolean("Strategy", "hide_collectives", self.hide_collectives)
         clip = self.clip
@@ -187,6 +189,7 @@ class Strategy:
 
     def _check_mesh(self) -> None:
         """Refuse explicit axes, over which the partitioner decides nothing."""
+        # Text is made into a mesh here, always with automatic axes.
         if not isinstance(self.mesh, str) and self.mesh.explicit_axes:
             raise ValueError(
                 f"`Strategy(mesh=...)` has the explicit axes {self.mesh.explicit_axes}; the step "
@@ -208,6 +211,7 @@ class Strategy:
         """The fields only: what was derived from them holds devices of this process."""
         # Derived values are computed again where the strategy is unpickled.
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        # Devices mean nothing in another process: their places on the mesh do.
         if isinstance(self.mesh, Mesh):
             chosen["mesh"] = PortableMesh.of(self.mesh)
         return chosen

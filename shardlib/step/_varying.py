@@ -76,6 +76,7 @@ def _equation(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     name, parameters = equation.primitive.name, equation.params
     if name in _RULES:
         return _RULES[name](equation, inputs, axes)
+    # In groups, a sum is the same only within each of them.
     if name in _SAME_AFTER and parameters.get("axis_index_groups") is None:
         return _after_collective(equation, inputs)
     is_row_drawing = name in ("random_bits", "random_split")
@@ -108,6 +109,7 @@ def _drawn_by_row(equation: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     """Draws by a row key: those with a row for each example are of the examples of a device."""
     rows = rows_of(equation.invars[0].aval)
     has_row_per_example = equation.params["shape"][:1] == (rows,)
+    # All else that is drawn by such a key is the same on all devices, as a mask for all examples.
     if has_row_per_example:
         return [inputs[0] | axes]
     return [inputs[0]]

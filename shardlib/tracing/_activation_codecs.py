@@ -39,7 +39,11 @@ class Encoded:
 
     @property
     def local(self) -> int:
-        """How much of the last dim one device is sure to have of what it has."""
+        """How much of the last dim one device is sure to have of what it has.
+
+        >>> Encoded("int8", (8, 512), jnp.float32, parts=4).local
+        128
+        """
         last = self._rows[-1]
         return last // max(1, math.gcd(last, self.parts))
 
@@ -48,24 +52,40 @@ class Encoded:
         """How many numbers share a scale: the most that divide what a device has, up to 128.
 
         If that were less than half of what there could be, the last block is filled up instead.
+
+        >>> [Encoded("int8", (8, last), jnp.float32).block for last in (64, 256, 300, 257)]
+        [64, 128, 100, 86]
         """
         most = max(1, min(self.local, MOST_IN_BLOCK))
         exact = max(size for size in range(1, most + 1) if self.local % size == 0)
         if 2 * exact >= most:
             return exact
+        # As many blocks as full ones would be, and equal ones: little is filled up then.
         return -(-self.local // -(-self.local // MOST_IN_BLOCK))
 
     @property
     def share(self) -> float:
-        """The bytes of the codes over those of the activation itself."""
+        """The bytes of the codes over those of the activation itself.
+
+        >>> [Encoded(kind, (8, 512), jnp.float32).share for kind in ("bf16", "int8", "sign")]
+        [0.5, 0.2578125, 0.03125]
+        """
         shape = jax.ShapeDtypeStruct(self.shape, self.dtype)
         codes = jax.eval_shape(self.encode, shape)
         of_codes = sum(code.size * code.dtype.itemsize for code in codes)
         return of_codes / (shape.size * shape.dtype.itemsize)
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """The codes of an activation."""
+        """The codes of an activation.
+
+        Encodings with scales return these as a second array.
+
+        >>> codes, scales = Encoded("int8", (4, 256), jnp.float32).encode(jnp.ones((4, 256)))
+        >>> codes.dtype.name, codes.shape, scales.shape
+        ('int8', (4, 256), (2, 4))
+        """
         x = x.reshape(self._rows)
+        # An empty array has no largest number to make a scale of.
         if not x.size:
             return (x,)
         if self.encoding == "bf16":
@@ -80,7 +100,12 @@ class Encoded:
         return self._codes(numbers), self._turned(scales)
 
     def decode(self, codes: Sequence[jax.Array]) -> jax.Array:
-        """What the codes tell of the activation, in its shape and dtype."""
+        """What the codes tell of the activation, in its shape and dtype.
+
+        >>> form = Encoded("sign", (3,), jnp.float32)
+        >>> form.decode(form.encode(jnp.array([-2.0, 0.0, 3.0]))).tolist()
+        [nan, nan, 1.0]
+        """
         return self._decoded(*codes).reshape(self.shape).astype(self.dtype)
 
     def _decoded(self, codes: jax.Array, scales: jax.Array | None = None) -> jax.Array:
@@ -134,6 +159,7 @@ class Encoded:
         integers = jnp.nan_to_num(jnp.round(flat), posinf=0, neginf=0).astype(jnp.int8)
         if self.encoding == "int8":
             return integers
+        # The lower half of a byte in two's complement is the number in four bits.
         return self._packed(integers.astype(jnp.uint8) & 15, self._filled)
 
     def _numbers(self, codes: jax.Array) -> jax.Array:

@@ -74,6 +74,8 @@ class BlockActivations:
         origins = dict(zip(self.costs.jaxpr.invars, [*floats, *others], strict=True))
         self._input = {var for var, origin in origins.items() if origin == Origin.OWN}
         self._depends = {var for var, origin in origins.items() if origin >= Origin.EACH}
+        # What comes of weights alone, or of what all turns share, is there once for all layers.
+        # Only what depends on more is an activation, of which each layer has its own.
         for equation in self.costs.jaxpr.eqns:
             if self._depends.intersection(variables(equation.invars)):
                 self._depends.update(equation.outvars)
@@ -84,7 +86,11 @@ class BlockActivations:
         return sum(self.costs.flops)
 
     def held(self, policy: Any) -> list[Held]:
-        """What a block keeps of each activation by a policy of `jax.checkpoint`, or None."""
+        """What a block keeps of each activation by a policy of `jax.checkpoint`, or None.
+
+        The block's input comes first, then names in the order in which the block makes them. All
+        that has no name, as the results of products that a policy keeps, comes last and together.
+        """
         kept, forms = self._kept_by(policy)
         read, flops = self.costs.without(kept)
         held = []
@@ -97,6 +103,7 @@ class BlockActivations:
         for name in self._names:
             held += self._of_name(name, kept, of_names.get(name, set()), flops, forms)
         if others:
+            # What has no name is told as one row, and so is what it spares.
             _, without = self.costs.without(kept & set(self._name_of))
             held.append(Held(OTHERS, others, True, without - flops))
         return held
@@ -104,12 +111,17 @@ class BlockActivations:
     def _of_name(
         self, name: str, kept: set[Any], kept_of_it: set[Any], flops: int, forms: Forms
     ) -> list[Held]:
-        """The activation of a name; nothing if nobody would read it."""
+        """The activation of a name; nothing if nobody would read it.
+
+        Where it is kept, it spares what would run again without it. Where it is not, it would spare
+        what runs now.
+        """
         if kept_of_it:
             _, without = self.costs.without(kept - self._named[name])
             form, share = forms.get(name, ("", 1.0))
             size = round(share * self._size(kept_of_it))
             return [Held(name, size, True, without - flops, form)]
+        # Nothing of it is held. What would run no more if all of it were?
         more = kept | {var for var, said in self.costs.named.items() if said == name}
         read, spared = self.costs.without(more)
         size = self._size(self._named[name] & more & read)
@@ -118,7 +130,11 @@ class BlockActivations:
         return [Held(name, size, False, flops - spared)]
 
     def parts(self) -> list[Part]:
-        """What is dropped of a block that keeps all but some of its parts."""
+        """What is dropped of a block that keeps all but some of its parts.
+
+        A part keeps its inputs, and its size is what it makes from these while it is
+        differentiated.
+        """
         found = []
         for name, function in parts_of(self.function):
             costs = Costs.of_function(function)
@@ -135,6 +151,8 @@ class BlockActivations:
         for equation in self.costs.jaxpr.eqns:
             shapes = [var.aval for var in equation.invars]
             if equation.primitive.name == COMPRESSIBLE:
+                # The operation that compresses comes before the one that names, and a policy that
+                # compresses a name answers to the former only.
                 encoding = encoding_of(policy, equation)
                 if encoding is not None:
                     share = Encoded(encoding, shapes[0].shape, shapes[0].dtype).share
@@ -149,7 +167,10 @@ class BlockActivations:
         return kept, forms
 
     def _form_of_input(self, forms: Forms) -> tuple[str, float]:
-        """How a block's input is kept, which may have a name too."""
+        """How a block's input is kept, which may have a name too.
+
+        A model names it to have it on the host, say. It is the input all the same, in that form.
+        """
         for equation in self.costs.jaxpr.eqns:
             if equation.primitive.name == "name":
                 root = self._roots[equation.outvars[0]]
@@ -177,7 +198,10 @@ class BlockActivations:
 
     @cached_property
     def _roots(self) -> dict[Any, Any]:
-        """For a value that is another one, handed on as it is, that other one."""
+        """For a value that is another one, handed on as it is, that other one.
+
+        Names and layouts change no number: a value before and after them is one value in memory.
+        """
         roots: dict[Any, Any] = {}
         for equation in self.costs.jaxpr.eqns:
             if equation.primitive.name in SAME:
@@ -195,6 +219,7 @@ class BlockActivations:
                 of_roots[self._roots[equation.outvars[0]]] = equation.params["name"]
         names = {}
         for var, root in [*self._roots.items(), *[(root, root) for root in of_roots]]:
+            # The input has a row of its own, whatever name the model gives it.
             if root in of_roots and var not in self._input:
                 names[var] = of_roots[root]
         return names

@@ -63,16 +63,22 @@ def choices_of(block: Any) -> list[Choice]:
     """
     costs = Costs.of(block)
     choices = []
+    # From the largest down, since each choice says how small the next has to be.
     limit = costs.total_size
     while limit >= 0:
         choice = costs.best(limit)
         choices.append(choice)
+        # The next choice has to be smaller, by a byte at least.
         limit = choice.size - 1
     return _undominated(choices[::-1])
 
 
 def _undominated(choices: list[Choice]) -> list[Choice]:
-    """The choices, smallest first, without those that compute no less again than a smaller one."""
+    """The choices, smallest first, without those that compute no less again than a smaller one.
+
+    >>> _undominated([Choice((), 0, 9), Choice(("a",), 4, 9), Choice(("b",), 8, 2)])
+    [Choice(names=(), size=0, flops=9), Choice(names=('b',), size=8, flops=2)]
+    """
     best: list[Choice] = []
     for choice in choices:
         if not best or choice.flops < best[-1].flops:
@@ -103,6 +109,7 @@ class Costs:
         """The same of a traced function, of which some inputs have derivatives or all do."""
         jaxpr = _with_residuals(function, inputs_with_derivatives(function, moving)).jaxpr
         bytes_of = DeviceBytes(jaxpr)
+        # Equations that only the results of the block need never run again.
         again = behind(jaxpr, jaxpr.outvars, jaxpr.invars)
         flops = [_flops(jaxpr, equation) for equation in again]
         named: dict[Any, str] = {}
@@ -114,6 +121,7 @@ class Costs:
                 inputs.update(equation.outvars)
             if equation.primitive.name == "name" and inputs.isdisjoint(variables(equation.invars)):
                 (out,) = equation.outvars
+                # What belongs to an activation is kept with it, and its bytes count with it.
                 named[out] = equation.params["name"].removesuffix(BESIDE)
                 sizes[named[out]] += bytes_of(out)
         return cls(jaxpr, again, flops, named, dict(sizes), bytes_of)
@@ -124,18 +132,25 @@ class Costs:
         return sum(self.sizes.values())
 
     def best(self, limit: int) -> Choice:
-        """The choice of at most so many bytes that computes the least again."""
+        """The choice of at most so many bytes that computes the least again.
+
+        The solver is to find the optimum itself, and to leave no gap: a block has few names, so
+        that it can.
+        """
         names = list(self.sizes)
         if not names:
             return Choice((), 0, sum(self.flops))
         sizes = np.array([self.sizes[name] for name in names], float)
+        # Both terms are shares, so that the solver sees numbers of about one.
         unit = max(1, sum(self.flops))
         tie = _TIE / max(1, self.total_size)
         # First whether each name is kept, then whether each equation runs again.
         costs = np.concatenate([sizes * tie, np.array(self.flops, float) / unit])
         rows, needed = self._requirements(names)
+        # Names alone take memory: what runs again is read at once, and is not kept.
         room = np.zeros((1, len(costs)))
         room[0, : len(names)] = sizes
+        # Only names are whole numbers: with these given, equations run again or do not.
         solution = milp(
             costs,
             integrality=np.concatenate([np.ones(len(names)), np.zeros(len(self.again))]),
@@ -146,7 +161,9 @@ class Costs:
             ],
             options={"mip_rel_gap": 0.0},
         )
+        # There is always a solution: to keep nothing, and to run everything again.
         assert solution.success, solution.message
+        # The solver's whole numbers are floats, and only nearly whole.
         kept = {name for name, value in zip(names, solution.x, strict=False) if value > 0.5}
         return self.choice(kept)
 
@@ -222,7 +239,10 @@ def inputs_with_derivatives(function: Jaxpr, moving: Sequence[bool] | None = Non
 
 
 def _with_residuals(jaxpr: Jaxpr, partition: Partition) -> ClosedJaxpr:
-    """The forward pass of a block, which returns all that its backward pass reads."""
+    """The forward pass of a block, which returns all that its backward pass reads.
+
+    JAX keeps these in the function that `jax.vjp` returns, of which they are the leaves.
+    """
     function = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
 
     def residuals(floats: list[Any], others: list[Any]) -> list[Any]:
@@ -238,7 +258,11 @@ def _with_residuals(jaxpr: Jaxpr, partition: Partition) -> ClosedJaxpr:
 
 
 def _flops(jaxpr: Jaxpr, equation: Any) -> int:
-    """The operations of products in an equation."""
+    """The operations of products in an equation.
+
+    The equation becomes a function of its own, since functions are what is counted, with the loops
+    and calls in them.
+    """
     inputs = inputs_of([equation])
     alone = jaxpr.replace(
         constvars=[],

@@ -29,6 +29,7 @@ def paths_of_blocks(
         paths: those of the parameters.
         is_asked: whether an equation is such a block. Blocks within one are not looked for.
     """
+    # Further inputs are the batch and keys, which have no paths.
     known = dict(zip(jaxpr.invars, paths, strict=False))
     return _Walk(is_asked).through(jaxpr, known)
 
@@ -46,6 +47,7 @@ class _Walk:
             if self.is_asked(equation):
                 read = [_path_of(atom, known) for atom in equation.invars]
                 blocks.append(frozenset(path for path in read if path is not None))
+            # A loop may slice the stacks of its layers by itself, by the number of a turn.
             elif is_cheap(equation) or equation.primitive.name == "dynamic_slice":
                 path = _path_of(equation.invars[0], known)
                 if path is not None:
@@ -55,7 +57,10 @@ class _Walk:
         return blocks
 
     def _inside(self, equation: Any, known: dict[Any, str]) -> list[frozenset[str]]:
-        """What blocks in the functions of an equation read."""
+        """What blocks in the functions of an equation read.
+
+        A loop's blocks are the same in each turn, and count as often.
+        """
         blocks: list[frozenset[str]] = []
         for function in held_functions(equation):
             inner = open_jaxpr(function)
@@ -74,6 +79,7 @@ class _Walk:
         self, equation: Any, inner: Jaxpr, inside: Mapping[Any, str], known: dict[Any, str]
     ) -> None:
         """Results of a call that are parameters: a `jit` may cast all of them."""
+        # What these return was stacked, carried, or chosen between branches: a parameter no more.
         if equation.primitive.name in ("scan", "while", "cond"):
             return
         for atom, var in zip(inner.outvars, equation.outvars, strict=False):

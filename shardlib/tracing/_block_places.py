@@ -27,7 +27,10 @@ from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, op
 
 
 class Origin(IntEnum):
-    """Where an input of a block comes from, the least of it first."""
+    """Where an input of a block comes from, the least of it first.
+
+    The order matters: a value that is made of several has the highest of their origins.
+    """
 
     WEIGHTS = 0
     SHARED = 1
@@ -65,7 +68,10 @@ class Placed:
 
     @property
     def key(self) -> Any:
-        """What is equal for blocks that keep and compute the same."""
+        """What is equal for blocks that keep and compute the same.
+
+        Two traces of one function are different objects, and have the same text.
+        """
         return str(self.function), self.sources
 
 
@@ -87,7 +93,10 @@ def placed_blocks(loss: Jaxpr, weights: int) -> list[PlacedLoop]:
 
 
 def loops_with_parts(loss: Jaxpr, weights: int) -> list[PlacedLoop]:
-    """The bodies of loops whose blocks drop some of their parts: each stands for its blocks."""
+    """The bodies of loops whose blocks drop some of their parts: each stands for its blocks.
+
+    In such a trace a block itself has no mark, and only the parts have one.
+    """
     return _Walk(_never, of_bodies=True).loops(loss, _of_loss(loss, weights))
 
 
@@ -134,6 +143,8 @@ class _Walk:
         loops: list[PlacedLoop] = []
         for equation in jaxpr.eqns:
             inputs = [_source(var, known) for var in equation.invars]
+            # A function that is called could tell its results apart. Each is taken to come of all
+            # inputs, which at worst counts a shared value as an activation.
             known |= dict.fromkeys(equation.outvars, _joined(inputs))
             if self.is_wanted(equation):
                 loops.append(PlacedLoop((self._block(equation, inputs),), 1))
@@ -144,7 +155,11 @@ class _Walk:
         return loops
 
     def _block(self, equation: Any, inputs: list[Source]) -> Placed:
-        """A marked block, an equation."""
+        """A marked block, an equation.
+
+        Outside of loops there are no turns that could share anything: all that is not made of
+        weights alone is its own.
+        """
         own_from = Origin.OWN if self.in_loop else Origin.SHARED
         sources = []
         for var, source in zip(equation.invars, inputs, strict=True):
@@ -158,10 +173,14 @@ class _Walk:
         return Placed(function, equation.params["policy"], tuple(sources))
 
     def _of_scan(self, equation: Any, inputs: list[Source]) -> list[PlacedLoop]:
-        """The blocks in the body of a loop."""
+        """The blocks in the body of a loop.
+
+        The body has variables of its own, so that it is noted anew which of them some block has.
+        """
         body, length = open_jaxpr(equation.params["jaxpr"]), equation.params["length"]
         sources = _in_body(equation, inputs)
         inside = replace(self, in_loop=True, seen=set()).loops(body, sources)
+        # Loops around that of the layers have the same parts in their bodies: the innermost counts.
         if not inside and self.of_bodies and any(parts_of(body)):
             return [PlacedLoop((Placed(body, None, tuple(sources), length),), length)]
         return _repeated(inside, length)
@@ -173,6 +192,7 @@ class _Walk:
             inner = open_jaxpr(function)
             # Some inputs, such as the number of a branch, come before those that are handed on.
             sources = inputs[len(inputs) - len(inner.invars) :]
+            # What passes on other values than it gets does not tell which input is which.
             if len(inputs) < len(inner.invars):
                 sources = [_joined([*inputs, _OTHER])] * len(inner.invars)
             loops += self.loops(inner, sources)
@@ -190,13 +210,21 @@ def _source(var: Any, known: dict[Any, Source]) -> Source:
 
 
 def _joined(sources: Sequence[Source]) -> Source:
-    """Where a value comes from that is made of others."""
+    """Where a value comes from that is made of others.
+
+    >>> _joined([Source(Origin.EACH, False), _WEIGHT])
+    Source(origin=<Origin.EACH: 2>, moves=True)
+    """
     origin = max([source.origin for source in sources], default=Origin.WEIGHTS)
     return Source(origin, any(source.moves for source in sources))
 
 
 def _in_body(equation: Any, inputs: list[Source]) -> list[Source]:
-    """Where the inputs of a loop's body come from, of those of the loop."""
+    """Where the inputs of a loop's body come from, of those of the loop.
+
+    Constants are the same in all turns, carries are made anew in each of them, and of all else each
+    turn gets a slice. A slice of weights is a weight.
+    """
     constants, carries = scan_parts(equation)
     carried = constants + carries
     # One turn adds to a carry what any other input has.
@@ -217,7 +245,10 @@ def _in_body(equation: Any, inputs: list[Source]) -> list[Source]:
 
 
 def _repeated(loops: list[PlacedLoop], times: int) -> list[PlacedLoop]:
-    """The loops in the body of another one, as often as this calls them."""
+    """The loops in the body of another one, as often as this calls them.
+
+    Loops of one turn are blocks in a row, which then are one loop: its turns call all of them.
+    """
     if loops and all(loop.times == 1 for loop in loops):
         blocks = [replace(block, times=times) for loop in loops for block in loop.blocks]
         return [PlacedLoop(tuple(blocks), times)]

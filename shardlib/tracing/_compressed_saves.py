@@ -48,6 +48,7 @@ def named(x: Any, name: str, parts: int = 1) -> Any:
 
 
 def _derivative(primals: Any, tangents: Any, **params: Any) -> Any:
+    # A derivative is never compressed: only what waits for the backward pass is.
     return compressible.bind(*primals, **params), tangents[0]
 
 
@@ -64,7 +65,9 @@ def _split(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any
     unknown forward, whether it is there in the backward pass, and the variables that are kept.
     """
     (x,) = equation.invars
+    # What the backward pass has anyway, and what is a number of the trace, is not kept for it.
     kept = [] if instantiated[0] or isinstance(x, Literal) else [x]
+    # What is not known forward is computed in the backward pass as a whole.
     if unknown[0]:
         return None, equation, [True], [True], kept
     encoding = encoding_of(saveable, equation)
@@ -73,6 +76,7 @@ def _split(saveable: Any, unknown: Any, instantiated: Any, equation: Any) -> Any
         return forward, backward, [False], [True], codes
     if _is_kept(saveable(equation.primitive, x.aval, **equation.params)):
         return equation, None, [False], [False], []
+    # An activation that is not kept is made again in the backward pass.
     return equation, equation, [False], [True], kept
 
 
@@ -88,7 +92,10 @@ def _is_kept(answer: Any) -> bool:
 
 
 def encoding_of(saveable: Any, equation: Any) -> Encoding | None:
-    """The encoding in which a policy keeps an activation, if any."""
+    """The encoding in which a policy keeps an activation, if any.
+
+    A policy does not say which one it has, but answers for any. So each is asked for in turn.
+    """
     (x,), params = equation.invars, equation.params
     # Policies that keep everything keep what has no encoding too.
     if _is_kept(saveable(equation.primitive, x.aval, **params)):
@@ -105,15 +112,20 @@ def _compressed(equation: Any, encoding: Encoding) -> tuple[Any, Any, list[Any]]
     _check_real(x.aval, equation.params["name"], encoding)
     form = Encoded(encoding, x.aval.shape, x.aval.dtype, equation.params["parts"])
     encode = _call(_encoder(form), x.aval)
+    # The first result is the activation itself.
     codes = [Var(atom.aval) for atom in encode.outvars[1:]]
     decode = _call(_decoder(form), *[code.aval for code in codes])
+    # Errors and profiles then show the line that gave the activation its name.
     place = {"source_info": equation.source_info, "ctx": equation.ctx}
     forward = encode.replace(invars=[x], outvars=[result, *codes], **place)
     return forward, decode.replace(invars=codes, outvars=[result], **place), codes
 
 
 def _check_real(aval: Any, name: str, encoding: Encoding) -> None:
-    """Refuse what has no real numbers."""
+    """Refuse what has no real numbers.
+
+    Rounding the number of a token makes it another token, and complex numbers have no largest.
+    """
     if not jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
         raise ValueError(
             f'`Remat.compress("{encoding}", "{name}")`: the activation `{name}` is '
@@ -130,7 +142,11 @@ def _call(function: Any, *avals: Any) -> Any:
 
 @functools.cache
 def _encoder(form: Encoded) -> Any:
-    """What returns an activation as it is, and its codes."""
+    """What returns an activation as it is, and its codes.
+
+    There is one function for each form, so that it is traced once for all layers. It returns the
+    activation too, for what runs forward is to be one equation.
+    """
 
     def encode(x: Any) -> Any:
         return x, *form.encode(x)
@@ -141,7 +157,10 @@ def _encoder(form: Encoded) -> Any:
 
 @functools.cache
 def _decoder(form: Encoded) -> Any:
-    """What makes an activation of its codes."""
+    """What makes an activation of its codes.
+
+    By its name `_sign_checks` finds in a trace what was decoded.
+    """
 
     def decode(*codes: Any) -> Any:
         return form.decode(codes)

@@ -47,17 +47,24 @@ class Kept:
         of_layer = []
         for stack in self.stacks:
             if is_on_host(stack):
+                # A loop may be one of several that share the layers out, with stacks of its own.
                 place = number - self.start
                 of_layer.append(lax.dynamic_index_in_dim(stack, place, 0, keepdims=False))
         return of_layer
 
     def first_copies(self) -> list[Any]:
-        """Copies of what the layer has kept that is differentiated first."""
+        """Copies of what the layer has kept that is differentiated first.
+
+        They are made before the loop, whose turns copy for the next turn only.
+        """
         first = self.start if self.reverse else self.stop - 1
         return [to_device(array) for array in self.of_layer(first)]
 
     def next_copies(self, number: Any) -> list[Any]:
-        """The same of the layer after this one; after the last one, of itself."""
+        """The same of the layer after this one; after the last one, of itself.
+
+        The turns of a loop are alike, so that the last one copies too, and nobody reads that.
+        """
         after = jnp.maximum(number - 1, self.start)
         if self.reverse:
             after = jnp.minimum(number + 1, self.stop - 1)
@@ -84,6 +91,7 @@ def with_copies(
         return function([])
     traced, out = jax.make_jaxpr(function, return_shape=True)(list(arrays))
     which = [_is_only_copied(traced.jaxpr, var) for var in traced.jaxpr.invars]
+    # A block may compute with an array of the host there. Then it needs that array and no copy.
     given = []
     for array, copy, is_copied in zip(arrays, copies, which, strict=True):
         given.append(copy if is_copied else array)
@@ -92,6 +100,7 @@ def with_copies(
 
 def _is_only_copied(jaxpr: Jaxpr, var: Any) -> bool:
     """Whether a function does nothing with a variable but copy it to the device."""
+    # Who reads what a function returns is not known here.
     if var in variables(jaxpr.outvars):
         return False
     return all(_only_copies(equation, var) for equation in readers_of(jaxpr, var))
@@ -101,6 +110,7 @@ def _only_copies(equation: Any, var: Any) -> bool:
     """Whether an equation, or the function that it calls, only copies a variable to the device."""
     name = equation.primitive.name
     if name == "device_put":
+        # One `device_put` may move several arrays, each to another place.
         return len(equation.invars) == 1 and not _is_of_host(equation.outvars[0])
     if name not in CALLS:
         return False
@@ -114,7 +124,10 @@ def _is_of_host(var: Any) -> bool:
 
 
 def _of_copies(jaxpr: Jaxpr, which: Sequence[bool]) -> Jaxpr:
-    """A function that takes copies on the device of some of its arguments, and copies them not."""
+    """A function that takes copies on the device of some of its arguments, and copies them not.
+
+    Functions that it calls are rewritten alike, if they get any of these arguments.
+    """
     # What stands for a variable, and the arguments that are copies now.
     stands_for: dict[Any, Any] = {}
     invars = []
@@ -131,12 +144,14 @@ def _of_copies(jaxpr: Jaxpr, which: Sequence[bool]) -> Jaxpr:
     for equation in jaxpr.eqns:
         are_copies = [not isinstance(x, Literal) and x in copied for x in equation.invars]
         if any(are_copies) and equation.primitive.name == "device_put":
+            # The copy is there already, so that nothing is left of the equation.
             stands_for[equation.outvars[0]] = stands_for[equation.invars[0]]
             continue
         params = equation.params
         if any(are_copies):
             held = params["jaxpr"]
             inner = _of_copies(open_jaxpr(held), are_copies)
+            # Some calls hold a function with its constants, some without.
             if isinstance(held, ClosedJaxpr):
                 inner = held.replace(jaxpr=inner)
             params = params | {"jaxpr": inner}

@@ -75,7 +75,11 @@ class DeviceBytes:
         return self._behind(var, set()) or self._ahead(var, set())
 
     def _behind(self, var: Any, seen: set[Any]) -> int | None:
-        """What is said where a value comes from."""
+        """What is said where a value comes from.
+
+        Only values of the same shape are asked, whose dims are those of this one.
+        """
+        # Many ways may lead to one value. Each value is asked once.
         if var in seen or var not in self._makers:
             return None
         seen.add(var)
@@ -91,7 +95,10 @@ class DeviceBytes:
         return None
 
     def _ahead(self, var: Any, seen: set[Any]) -> int | None:
-        """What is said where a value goes."""
+        """What is said where a value goes.
+
+        What makes a value is asked before: where a value is read, it may be laid out anew.
+        """
         if var in seen:
             return None
         seen.add(var)
@@ -116,6 +123,7 @@ def _said(equation: Any, specs: str, place: int) -> int | None:
             return None
         return _parts(spec, params["sharding"].mesh.shape)
     if equation.primitive.name == "shard_map":
+        # A trace outside has whole arrays, of which each device has what its spec says.
         return _parts(params[specs][place], params["mesh"].shape)
     return None
 
@@ -127,16 +135,22 @@ def _said_within(equation: Any, place: int) -> int | None:
     for function in held_functions(equation):
         inner = open_jaxpr(function)
         out = inner.outvars[place]
+        # What is said of its result inside is out of sight of a walk outside.
         if not isinstance(out, Literal):
             return DeviceBytes(inner).said(out)
     return None
 
 
 def _parts(spec: Iterable[Any], sizes: Any) -> int:
-    """In how many parts a spec splits an array."""
+    """In how many parts a spec splits an array.
+
+    >>> _parts(("data", None, ("model", "expert")), {"data": 2, "model": 4, "expert": 3})
+    24
+    """
     parts = 1
     for axes in spec:
         names = axes if isinstance(axes, tuple) else (axes,)
+        # An entry may also be None, or leave the dim to the partitioner: neither is known to split.
         parts *= math.prod(sizes[name] for name in names if isinstance(name, str))
     return parts
 

@@ -45,7 +45,10 @@ class Reader(NamedTuple):
 
 
 def readers_of_values(jaxpr: Jaxpr) -> Iterator[Reader]:
-    """What reads more than the sign of what marked blocks keep only the sign of."""
+    """What reads more than the sign of what marked blocks keep only the sign of.
+
+    Blocks that share a function, as the layers of a model, are looked at once.
+    """
     seen: set[int] = set()
     for block in every_equation(jaxpr):
         if not is_block(block) or id(block.params["jaxpr"]) in seen:
@@ -57,13 +60,17 @@ def readers_of_values(jaxpr: Jaxpr) -> Iterator[Reader]:
 
 
 def _policies(policy: Any) -> list[Callable[..., Any] | None]:
-    """The policies that a block may have; it has one but where they differ by layer."""
+    """The policies that a block may have; it has one but where they differ by layer.
+
+    Where these differ, the trace has a placeholder for them that knows all of them.
+    """
     if isinstance(policy, LayersPolicy):
         return [policy_of(value) for value in policy.remat.values]
     return [policy]
 
 
 def _keeps_signs(block: Any, policy: Any) -> bool:
+    # Nothing but inputs is kept then, and these as they are.
     if policy is None:
         return False
     for equation in every_equation(open_jaxpr(block.params["jaxpr"])):
@@ -74,8 +81,10 @@ def _keeps_signs(block: Any, policy: Any) -> bool:
 
 def _gradient(block: Any, policy: Any) -> Jaxpr:
     """Forward and backward pass of a block, traced, without what its gradients do not need."""
+    # The policy is put into the equation, where the derivative of the block reads it.
     block = block.replace(params=block.params | {"policy": policy})
     inputs = [atom for atom in block.invars if not isinstance(atom, Literal)]
+    # A block may get the same array twice.
     inputs = list(dict.fromkeys(inputs))
     outputs = [var for var in block.outvars if type(var).__name__ != "DropVar"]
     function = Stretch(open_jaxpr(block.params["jaxpr"]), [block], inputs, outputs)
@@ -87,10 +96,12 @@ def _gradient(block: Any, policy: Any) -> Jaxpr:
             return Partition.by_dtype(results).split(results)[0]
 
         results, backward = jax.vjp(call, floats)
+        # What is read does not depend on which gradients come in.
         return backward([jnp.ones_like(x) for x in results])
 
     traced = jax.make_jaxpr(gradient)(*partition.split(shapes_of(inputs)))
     jaxpr = inlined(traced, _is_open).jaxpr
+    # What no gradient needs reads nothing: a value may be there for the loss alone.
     jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return jaxpr
 
@@ -115,6 +126,7 @@ def _readers_in(jaxpr: Jaxpr) -> Iterator[Reader]:
 def _readers(jaxpr: Jaxpr, var: Any, name: str, makers: dict[Any, Any]) -> Iterator[Reader]:
     """The readers of a value of which only the sign is true."""
     for equation in readers_of(jaxpr, var):
+        # An activation passes through the operation that is decoded, and gets its name after that.
         if equation.primitive.name == "name":
             name = equation.params["name"]
         if _keeps_sign(equation, var):
@@ -127,7 +139,11 @@ def _readers(jaxpr: Jaxpr, var: Any, name: str, makers: dict[Any, Any]) -> Itera
 
 
 def _keeps_sign(equation: Any, var: Any) -> bool:
-    """Whether the result is above zero where the operand is."""
+    """Whether the result is above zero where the operand is.
+
+    A cast to float16 is not among these, for it makes zeros of small numbers; nor are bounds on the
+    wrong side of zero.
+    """
     primitive = equation.primitive.name
     if primitive in _KEEPS_SIGN:
         return True
@@ -135,6 +151,7 @@ def _keeps_sign(equation: Any, var: Any) -> bool:
         dtype = equation.outvars[0].aval.dtype
         return dtype in (jnp.bfloat16, jnp.float32, jnp.float64)
     others = [atom for atom in equation.invars if atom is not var]
+    # Of bounds that only the running program knows nobody can tell on which side of zero they are.
     if not others or not all(map(_is_number, others)):
         return False
     if primitive == "max":
@@ -152,7 +169,10 @@ def _is_number(atom: Any) -> bool:
 
 
 def _compares_with_zero(equation: Any, var: Any, makers: dict[Any, Any]) -> bool:
-    """Whether all that is asked of a value is whether it is above zero."""
+    """Whether all that is asked of a value is whether it is above zero.
+
+    `x > 0` asks no more. `x >= 0` and `x < 0` do: zero and what is below it are encoded alike.
+    """
     primitive = equation.primitive.name
     if primitive not in ("gt", "lt"):
         return False
@@ -162,7 +182,10 @@ def _compares_with_zero(equation: Any, var: Any, makers: dict[Any, Any]) -> bool
 
 
 def _is_zero(atom: Any, makers: dict[Any, Any]) -> bool:
-    """Whether a value is zero everywhere, as far as the trace tells."""
+    """Whether a value is zero everywhere, as far as the trace tells.
+
+    A zero may be broadcast or cast before it is compared with.
+    """
     if isinstance(atom, Literal):
         return _is_number(atom) and bool(atom.val == 0)
     maker = makers.get(atom)

@@ -293,6 +293,8 @@ class Call:
         # A device's queries start where those of the devices before it end.
         starts = arrays.starts
         if self.shards.splits_queries:
+            # Where queries are split, each device starts elsewhere, which only the running program
+            # knows.
             if self.definition.starts is not None:
                 starts = jnp.array(self.definition.starts, jnp.int32)
             offset = shard_offset(self.shards.q_layout.axes[1], arrays.q.shape[1])
@@ -309,6 +311,8 @@ class Call:
         block_mask = self.definition.mask.block_mask
         if block_mask is None:
             return None
+        # There is one pattern for all heads, or one for each, of which a device takes its own
+        # heads'.
         if block_mask.heads is None:
             return jnp.asarray(block_mask.pattern[None])
         heads = self.shards.local_head_counts[0]

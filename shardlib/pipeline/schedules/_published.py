@@ -99,7 +99,11 @@ class GPipe(_Plain):
         return _table_in_turn(self, [self.microbatches] * self.stages)
 
     def gap(self, costs: Costs) -> float:
-        """(S - 1)(F + B + W)."""
+        """(S - 1)(F + B + W).
+
+        >>> GPipe(4, 8).gap(UNIT)
+        9.0
+        """
         return (self.stages - 1) * total_cost(costs)
 
     def live(self, stage: int) -> float:
@@ -126,7 +130,11 @@ class OneFOneB(_Plain):
         return (self.stages - 1) * total_cost(costs)
 
     def live(self, stage: int) -> float:
-        """S - s."""
+        """S - s.
+
+        >>> [OneFOneB(4, 8).live(stage) for stage in range(4)]
+        [4, 3, 2, 1]
+        """
         return min(self.stages - stage, self.microbatches)
 
 
@@ -154,7 +162,11 @@ class Eager1F1B(_Plain):
         return (self.stages - 1) * total_cost(costs)
 
     def live(self, stage: int) -> float:
-        """2 (S - s) - 1."""
+        """2 (S - s) - 1.
+
+        >>> [Eager1F1B(4, 8).live(stage) for stage in range(4)]
+        [7, 5, 3, 1]
+        """
         return min(2 * (self.stages - stage) - 1, self.microbatches)
 
 
@@ -170,7 +182,11 @@ class ZBH1(_Plain):
         return _table_in_turn(self, range(self.stages, 0, -1), range(self.stages))
 
     def gap(self, costs: Costs) -> float:
-        """(S - 1)(F + B - W), when M is at least S, and F at least W."""
+        """(S - 1)(F + B - W), when M is at least S, and F at least W.
+
+        >>> ZBH1(4, 8).gap(UNIT), OneFOneB(4, 8).gap(UNIT)
+        (3.0, 9.0)
+        """
         forward, backward, weights = single_costs(costs)
         require_for_formula(
             weights <= forward and self.microbatches >= self.stages,
@@ -265,7 +281,11 @@ class Interleaved:
         return Table(tuple(orders), tuple(part % stages for part in range(stages * chunks)))
 
     def gap(self, costs: Costs) -> float:
-        """(S - 1)(F + B + W) / chunks."""
+        """(S - 1)(F + B + W) / chunks.
+
+        >>> Interleaved(4, 8, chunks=1).gap(UNIT), Interleaved(4, 8, chunks=3).gap(UNIT)
+        (9.0, 3.0)
+        """
         return (self.stages - 1) * total_cost(costs) / self.chunks
 
     def live(self, stage: int) -> float:
@@ -299,6 +319,7 @@ class ZeroBubble:
 
     def live(self, stage: int) -> float:
         """The limit, at most."""
+        # With few microbatches a stage never gets to its limit.
         return min(self._limit, self.microbatches)
 
     def table(self) -> Table:
