@@ -527,6 +527,7 @@ Q = jnp.zeros((2, 128, 4, 8))
         ),
         (lambda: kernels.BlockMask(np.ones((2, 2)), 8), "bools of NumPy"),
         (lambda: kernels.longformer_blocks(64, 8, window=2), "an odd number of blocks"),
+        (lambda: kernels.longformer_blocks(2**31, 8), "that is 268,435,456 blocks"),
         (lambda: kernels.fixed_blocks(64, 8, local=2, summaries=3), "summaries=3"),
     ],
 )

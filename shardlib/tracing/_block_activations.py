@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from jax.ad_checkpoint import Offloadable
 from jax.extend.core import Literal
 
-from shardlib.layouts._checkpoint_policies import COMPRESSIBLE
+from shardlib.layouts._checkpoint_policies import BESIDE, COMPRESSIBLE
 from shardlib.tracing._activation_codecs import Encoded
 from shardlib.tracing._block_costs import Costs, inputs_with_derivatives
 from shardlib.tracing._block_places import Origin, Placed, parts_of
@@ -119,7 +119,9 @@ class BlockActivations:
         if kept_of_it:
             _, without = self.costs.without(kept - self._named[name])
             form, share = forms.get(name, ("", 1.0))
-            size = round(share * self._size(kept_of_it))
+            # What belongs to it, such as attention's normalizers, is kept as it is on the device.
+            beside = kept_of_it & self._beside
+            size = round(share * self._size(kept_of_it - beside)) + self._size(beside)
             return [Held(name, size, True, without - flops, form)]
         # Nothing of it is held. What would run no more if all of it were?
         more = kept | {var for var, said in self.costs.named.items() if said == name}
@@ -216,13 +218,23 @@ class BlockActivations:
         of_roots = {}
         for equation in self.costs.jaxpr.eqns:
             if equation.primitive.name == "name":
-                of_roots[self._roots[equation.outvars[0]]] = equation.params["name"]
+                name = equation.params["name"].removesuffix(BESIDE)
+                of_roots[self._roots[equation.outvars[0]]] = name
         names = {}
         for var, root in [*self._roots.items(), *[(root, root) for root in of_roots]]:
             # The input has a row of its own, whatever name the model gives it.
             if root in of_roots and var not in self._input:
                 names[var] = of_roots[root]
         return names
+
+    @cached_property
+    def _beside(self) -> set[Any]:
+        """The values that belong to an activation and are not the activation itself."""
+        roots = set()
+        for equation in self.costs.jaxpr.eqns:
+            if equation.primitive.name == "name" and equation.params["name"].endswith(BESIDE):
+                roots.add(self._roots[equation.outvars[0]])
+        return roots | {var for var, root in self._roots.items() if root in roots}
 
     @cached_property
     def _named(self) -> dict[str, set[Any]]:

@@ -12,6 +12,9 @@ import numpy as np
 from shardlib.checks import _arguments as check
 from shardlib.kernels._attention._mask import BlockMask
 
+# A pattern has a byte for each pair of blocks: 256 MiB of them.
+_MOST_BLOCKS = 2**14
+
 
 def fixed_blocks(length: int, size: int, *, local: int = 4, summaries: int = 1) -> BlockMask:
     """Windows of blocks, and the last blocks of each window, which all queries see.
@@ -101,7 +104,14 @@ def _numbers(function: str, length: int, size: int) -> np.ndarray:
     """The numbers of the blocks of a length."""
     check.whole(function, "length", length, least=1)
     check.whole(function, "size", size, least=1)
-    return np.arange(math.ceil(length / size))
+    number = math.ceil(length / size)
+    if number > _MOST_BLOCKS:
+        raise ValueError(
+            f"`{function}(length={length}, size={size})`: that is {number:,} blocks, and a pattern "
+            f"says of each pair whether they see each other: at most {_MOST_BLOCKS:,}. Take larger "
+            "blocks; or, for a window alone, `attention(window=...)`, which needs no pattern."
+        )
+    return np.arange(number)
 
 
 def _around(function: str, number: np.ndarray, window: int, everywhere: Any) -> np.ndarray:
