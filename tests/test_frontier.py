@@ -173,6 +173,7 @@ def taken(advice):
     return eval(code, {"sl": sl})
 
 
+@pytest.mark.long("dots")
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_advice_where_a_step_does_not_fit_is_a_value_that_fits(remat, monkeypatch):
     usable = 57 * 2**20

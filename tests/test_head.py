@@ -70,6 +70,7 @@ def test_linear_cross_entropy_on_a_mesh_equals_one_device(over, implementation, 
 @pytest.mark.long(
     *(f"{rows}-1-{dtype}" for rows in (100, 300, 700) for dtype in ("float32", "bfloat16")),
     "300-2-float32",
+    "300-2-bfloat16",
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "cores"), [(100, 1), (300, 1), (300, 2), (700, 1)])

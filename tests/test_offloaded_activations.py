@@ -289,7 +289,6 @@ def program(target, remat, zero=0):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.sentinel("inputs")
 @pytest.mark.parametrize(
     "target, zero, names",
     [

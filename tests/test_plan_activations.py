@@ -162,6 +162,7 @@ def test_parts_that_are_dropped_have_rows():
     assert stacked_bytes(plan) == sum(one.held_bytes for one in plan.activations)
 
 
+@pytest.mark.long
 def test_a_chain_keeps_the_inputs_of_few_blocks():
     found = rows_of(sl.plan(*step_of("sublinear"), "cpu:8"))
     assert found["block input"].state == "kept in 2, recomputed in 2"

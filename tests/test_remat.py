@@ -146,7 +146,6 @@ def test_selective_is_none_where_attention_keeps_no_scores():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("stage 3")
 @pytest.mark.parametrize("where", ["stage 3", "tensor", "pipeline"])
 def test_selective_keeps_no_scores_in_compiled_steps(where):
     """Beside regions of gathered weights, and between the passes of a pipeline's stages."""

@@ -191,6 +191,7 @@ def test_the_loss_stays_bit_for_bit_and_gradients_nearly(encoding, where):
     assert 0 < relative_error(got, expected) < ERRORS[encoding]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("encoding", ["fp8", "bf16"])
 def test_floats_of_fewer_bits_change_no_loss(encoding):
     loss, got = gradients(sl.Remat.compress(encoding, *NAMES), **DATA)
@@ -200,7 +201,6 @@ def test_floats_of_fewer_bits_change_no_loss(encoding):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("stage 3")
 @pytest.mark.parametrize("where", ["data", "stage 3", "tensor", "split backward"])
 def test_signs_of_what_a_relu_reads_change_no_gradient(where):
     """Its result is kept besides; then all that is asked of its argument is whether it is above
@@ -387,7 +387,6 @@ def per_layer(remat):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.sentinel("int4")
 @pytest.mark.parametrize("encoding", BYTES)
 def test_a_layer_keeps_the_bytes_of_the_codes_and_scales_on_a_tpu(encoding):
     remat, numbers = sl.Remat.compress(encoding, "up"), BYTES[encoding]

@@ -96,7 +96,6 @@ def test_tensor_parallelism_is_two_all_reduces_per_layer_and_direction(platform)
         }, testing.summary(found)
 
 
-@pytest.mark.sentinel("one by one")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("margin", [0.0, float("inf")], ids=["joined", "one by one"])
 def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters(monkeypatch, margin):

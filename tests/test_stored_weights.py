@@ -191,12 +191,14 @@ def gradients(zero, accumulate, overlap, mesh="data=8"):
 
 
 # All uses of a setting are one program, which the first of them waits for.
-LONG_SETTINGS = ("sums", "overlapped", "stage 2", "stage 2 sums", "stage 3", "stage 3 sums")
+LONG_SETTINGS = (
+    *("sums", "overlapped", "overlapped sums"),
+    *("stage 2", "stage 2 sums", "stage 3", "stage 3 sums"),
+)
 
 
 @pytest.mark.long(
     *(f"{use}-{setting}" for use in USES for setting in LONG_SETTINGS),
-    "in a marked layer-overlapped sums",
 )
 @pytest.mark.parametrize(
     ("zero", "accumulate", "overlap"),

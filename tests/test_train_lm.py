@@ -559,6 +559,7 @@ def test_recipes_compare_and_convert_to_json(config):
     assert override(config.run(), ["--loop.steps", "3"]) != config.run()
 
 
+@pytest.mark.long
 def test_tokenizer_larger_than_the_model_vocabulary_is_refused(texts, tmp_path):
     output = finished(run(command(texts, tmp_path, "--model.vocab", "100")), code=1)
     assert (

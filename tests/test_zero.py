@@ -739,7 +739,6 @@ def test_zero_over_some_or_all_of_two_data_axes_equals_one_device(zero, dcn):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("1-accumulate1")
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, (1, 2)), (1, (1, 2))])
 def test_overlapped_exchange_equals_one_device(stage, accumulate):
     testing.check_step(
