@@ -107,7 +107,7 @@ class _Chart:
         """The points, with what each keeps; those that are predicted are hollow."""
         places = [(self.x(point.size), self.y(point.share)) for point in self.points]
         yield _line(places, "#247")
-        for number, (point, (x, y)) in enumerate(zip(self.points, places, strict=True)):
+        for point, (x, y) in zip(self.points, places, strict=True):
             fill = "#247" if point.compiled else "white"
             how = "compiled" if point.compiled else "predicted"
             # Browsers show a `<title>` while the pointer is on its point.
@@ -116,13 +116,22 @@ class _Chart:
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="#247">'
                 f"<title>{escape(told)}</title></circle>"
             )
-            # To the left of the picture's middle there is room on the right, and the reverse.
-            is_left = x < (_LEFT + _RIGHT) / 2
-            anchor = "start" if is_left else "end"
-            across = 8 if is_left else -8
-            # Words of neighbours are above and below the line in turn, so that they do not overlap.
-            down = -8 if number % 2 == 0 else 14
-            yield _text(x + across, y + down, escape(point.words), anchor, "black", 10)
+        last = 0.0
+        for point, (x, y) in zip(self.points, places, strict=True):
+            # Words that would cover those before are left to the point's own title.
+            if point.compiled or y - last > 12:
+                yield _words(point, x, y)
+                last = y
+
+
+def _words(point: _Point, x: float, y: float) -> str:
+    """What a point keeps, beside it and not on the line, which falls from left to right."""
+    words = escape(point.words)
+    if x < (_LEFT + _RIGHT) / 2:
+        return _text(x + 8, y - 6, words, "start", "black", 10)
+    # Below the last points are the sizes.
+    down = 14 if y < _BOTTOM - 20 else -8
+    return _text(x - 8, y + down, words, "end", "black", 10)
 
 
 def _line(points: Sequence[tuple[float, float]], colour: str, more: str = "") -> str:
