@@ -74,7 +74,7 @@ def everywhere(model, x, rng):
     return jnp.mean(folded(y) ** 2)
 
 
-@pytest.mark.long("options1")
+@pytest.mark.long("options1", "options0")
 @pytest.mark.parametrize(
     "options", [{}, {"zero": sl.Zero(3, small=0), "accumulate": [1, 2]}, {"manual": ()}]
 )
@@ -197,6 +197,7 @@ def centred(model, x, rng):
 TWO = sl.AxisRules(batch=("pod", "data"), embed=None, mlp="model")
 
 
+@pytest.mark.long("partly_automatic", "one_axis", "two_axes")
 @pytest.mark.parametrize(
     ("rules", "meshes", "options"),
     [

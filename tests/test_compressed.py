@@ -128,8 +128,6 @@ def reference(arrays, errors, codec, shared=1):
 
 @pytest.mark.long
 @pytest.mark.sentinel(
-    "a-shared0-Signs(scale='mean', block=2048)",
-    "axis1-shared1-Signs(scale='rms', block=2048)",
     "axis2-shared2-Integers(bits=4, block=8)",
     "b-shared3-Integers(bits=4, block=8)",
     "a-shared4-Signs(scale='mean', block=2048)",

@@ -68,7 +68,9 @@ def algorithm_1(gates, capacity, drawn):
     return weight, loss
 
 
-@pytest.mark.long("0.25-scatter", "0.6-scatter", "0.6-einsum", "1.0-scatter")
+@pytest.mark.long(
+    "0.25-scatter", "0.6-scatter", "0.6-einsum", "1.0-scatter", "4.0-scatter", "0.25-einsum"
+)
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
 @pytest.mark.parametrize("capacity", [0.25, 0.6, 1.0, 4.0])
 def test_top2_router_follows_gshard_algorithm_1(form, capacity):

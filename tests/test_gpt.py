@@ -548,6 +548,7 @@ def compiled_collectives(config, rules, kind):
         )
 
 
+@pytest.mark.long("cpu-gpt1", "cpu-llama3_8b")
 @pytest.mark.parametrize("preset", [gpt.gpt1, gpt.gpt2, gpt.llama3_8b])
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler)])
 def test_gpt_tensor_parallelism_uses_the_collectives_of_megatron(preset, kind):

@@ -45,6 +45,14 @@ pytestmark = pytest.mark.usefixtures("simulators")
     "bfloat16-head-reference",
     *(f"float16-{op}-reference" for op in ("softmax", "norm")),
     *(f"float16-{op}-gpu_simulated" for op in ("softmax", "norm")),
+    "bfloat16-norm-reference",
+    "bfloat16-softmax-reference",
+    "float32-norm-gpu_simulated",
+    "float32-norm-tpu_simulated",
+    "float32-softmax-gpu_simulated",
+    "float32-softmax-tpu_simulated",
+    "bfloat16-head-tpu_simulated",
+    "float16-head-reference",
 )
 @every
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -90,6 +90,12 @@ def run(mesh, precision, stage, steps=3, **options):
     return jax.tree.map(np.asarray, state.params), metrics, (step, state, batch)
 
 
+@pytest.mark.long(
+    "2-pod=2,data=2,model=2-1",
+    "3-pod=1,data=8,model=1-1",
+    "3-pod=2,data=2,model=2-2",
+    "1-pod=2,data=2,model=2-2",
+)
 @pytest.mark.parametrize(
     ("stage", "mesh", "accumulate"),
     [

@@ -442,6 +442,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.long("adaptive-3", "global norm-0")
 @pytest.mark.parametrize(("clip", "stage"), [("global norm", 0), *((clip, 3) for clip in CLIPS)])
 def test_clipping_uses_the_whole_gradient(clip, stage):
     ours, optaxs = CLIPS[clip]
@@ -715,6 +716,7 @@ def test_hybrid_sharding_splits_within_pods_and_repeats_across_them():
     assert state.params["b"].sharding.spec == P()
 
 
+@pytest.mark.long("zero4-pod", "zero2-", "HYBRID_SHARD-pod", "zero1-")
 @pytest.mark.parametrize(
     ("zero", "dcn"),
     [

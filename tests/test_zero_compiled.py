@@ -118,6 +118,7 @@ def test_zero_stage_2_scatters_a_tied_weight_only_once(platform):
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
 
 
+@pytest.mark.long("1-cpu", "2-cpu")
 @pytest.mark.parametrize("platform", OFF_THE_CHIP)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_accumulates_gradients_in_place(platform, stage):
