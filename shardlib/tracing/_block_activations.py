@@ -151,7 +151,7 @@ class BlockActivations:
         if policy is None:
             return kept, forms
         for equation in self.costs.jaxpr.eqns:
-            shapes = [var.aval for var in equation.invars]
+            shapes: list[Any] = [var.aval for var in equation.invars]
             if equation.primitive.name == COMPRESSIBLE:
                 # The operation that compresses comes before the one that names, and a policy that
                 # compresses a name answers to the former only.
