@@ -345,4 +345,9 @@ def test_a_plan_for_absent_gpus_refuses_activations_on_the_host():
     strategy = sl.Strategy(mesh=target.mesh("data=8"), rules=rules, remat=BOTH)
     state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
     with pytest.raises(ValueError, match="ignores for GPUs that are not there"):
-        sl.plan(sl.train_step(loss_fn, strategy), state, jax.ShapeDtypeStruct(X.shape, "float32"), target)
+        sl.plan(
+            sl.train_step(loss_fn, strategy),
+            state,
+            jax.ShapeDtypeStruct(X.shape, "float32"),
+            target,
+        )
