@@ -263,7 +263,7 @@ class _Streaming:
     def _on_host(self, owner: Owner, loop: _Loop | None) -> HostUpdate:
         """The same update as a loop's by the host, which has each device's shard by itself."""
         if loop is None:
-            raise _mixing(owner, "no dim of it has rows that are updated by themselves")
+            raise _host_cannot_update(owner, "no dim of it has rows that are updated by themselves")
         for dim in owner.split_dims:
             total = owner.shape[dim]
             of_a_shard = Rows(0, total // owner.parts[dim], total)
@@ -272,7 +272,7 @@ class _Streaming:
                 function.check(self.inputs)
             except MixesRowsError as error:
                 reason = f"the mesh splits dim {dim} into {owner.parts[dim]} parts, and {error}"
-                raise _mixing(owner, reason) from error
+                raise _host_cannot_update(owner, reason) from error
         return HostUpdate(loop.function.body, loop.function.inputs, loop.positions)
 
     def _not_apart(self, known: "_Known", apart: set[int]) -> dict[int, Any]:
@@ -394,7 +394,7 @@ class _Streaming:
         return self.jaxpr.outvars[position] is not self.jaxpr.invars[position]
 
 
-def _mixing(owner: Owner, reason: str) -> ValueError:
+def _host_cannot_update(owner: Owner, reason: str) -> ValueError:
     """The error for a parameter that the host cannot update."""
     return ValueError(
         f'`Offload(update="host")`: the host updates the shard of each device by itself, and the '
