@@ -92,7 +92,10 @@ def test_rows_add_up_to_what_loops_of_a_tpu_hold(remat):
     mesh = sl.Target("tpu:v5e:2x4").mesh("data=8,model=1")
     step, state, _ = step_of(VALUES[remat], mesh, dtype="bfloat16")
     plan = sl.plan(step, state, jax.ShapeDtypeStruct((8 * 16 * ROWS, WIDTH), "bfloat16"))
-    assert stacked_bytes(plan) == sum(one.held_bytes for one in plan.activations) > 0
+    # Stacks of layers that differ are temporaries to the plan in part, where loops are ours.
+    stack = re.compile(rf"bf16\[[234],{16 * ROWS},{WIDTH}\]")
+    stacks = [piece.size for piece in plan.memory.pieces if stack.match(piece.type)]
+    assert sum(stacks) == sum(one.held_bytes for one in plan.activations) > 0
 
 
 def test_rows_have_the_bytes_and_the_products_of_theory():
