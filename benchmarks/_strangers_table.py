@@ -164,7 +164,7 @@ CALLS: tuple[Call, ...] = (
     _call("sl.Remat.compress", "'int8'", "'mlp_up'"),
     _call("sl.Remat.every", "4"),
     _call("sl.Remat.layers", "(8, 'none')", rest="'full'", also={"rest": _OPTIONAL}),
-    _call("sl.Remat.budget", "'14GiB'"),
+    _call("sl.Remat.budget", "'14GiB'", offload="('block_in',)"),
     _call("sl.Remat.sublinear"),
     _call("sl.Remat.slots", "4"),
     _call("sl.checkpoint_name", "ones(4)", "'context'"),

@@ -516,8 +516,9 @@ def _is_count(text: str) -> bool:
 
 def _remat(text: str) -> Any:
     """A word, names of activations, a chain or a budget: `full`, `context|mlp_up`, `every:4`,
-    `slots:4`, `budget:14GiB`; names of which some are kept by the host,
-    `context|offload:block_in`, or in fewer bits, `query|compress:int8:mlp_up,context`.
+    `slots:4`, `budget:14GiB`, which may have names for the host, `budget:14GiB,block_in`; names of
+    which some are kept by the host, `context|offload:block_in`, or in fewer bits,
+    `query|compress:int8:mlp_up,context`.
 
     A name that no activation has is refused by the step, which knows them.
     """
@@ -525,7 +526,8 @@ def _remat(text: str) -> Any:
         return text
     name, colon, number = text.partition(":")
     if name == "budget":
-        return sl.Remat.budget(number)
+        memory, *on_host = number.split(",")
+        return sl.Remat.budget(memory, offload=tuple(name.strip() for name in on_host))
     if "offload:" in text or "compress:" in text:
         return _remat_of_names(text)
     if colon and name.isidentifier():

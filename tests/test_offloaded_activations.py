@@ -230,7 +230,7 @@ def test_values_refuse_what_is_in_two_places(refused, message):
     [
         ("none", 'all activations on the device: recompute blocks, `remat="full"`'),
         (sl.Remat.layers((1, "full"), rest="none"), "say it there"),
-        (sl.Remat.budget("1GiB"), "what fits on the device"),
+        (sl.Remat.budget("1GiB"), "what fits: say there what may go"),
         ("sublinear", "Take one of the two"),
     ],
     ids=str,

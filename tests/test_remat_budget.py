@@ -14,8 +14,9 @@ from remat_cases import BATCH, DATA, FULL_ZERO, decoder, stepped
 
 import shardlib as sl
 from models import gpt
+from shardlib.compiled._memory import peak_bytes
 from shardlib.step._remat_budget import fit_remat, loops_of
-from shardlib.tracing._block_costs import Costs, choices_of
+from shardlib.tracing._block_costs import Costs, HostRoom, choices_of
 from shardlib.tracing._flops import flops_of
 from shardlib.tracing._layer_runs import Run, loop_in_runs
 
@@ -211,6 +212,7 @@ def test_layers_that_do_not_fit_the_model_are_refused(remat, message):
         (lambda: sl.Remat.layers(), "runs of blocks"),
         (lambda: sl.Remat.budget("14 gigs"), '"14GiB"'),
         (lambda: sl.Remat.budget(0), "bytes"),
+        (lambda: sl.Remat.budget("1GiB", offload="block_in"), "in a tuple"),
         (lambda: sl.remat(jnp.sin, sl.Remat.budget("1GiB")), "that is of all blocks"),
     ],
 )
@@ -301,6 +303,43 @@ def test_choices_are_the_best_there_are():
     assert frontier == [(choice.size, choice.flops) for choice in choices()]
 
 
+@pytest.mark.parametrize("room", [float("inf"), 100_000, 20_000, 10_000])
+def test_choices_with_room_on_the_host_are_the_best_there_are(room):
+    """Of all ways to share names out, none is smaller and cheaper than a choice."""
+    may_leave = ("block_in", "context", "mlp_gate", "mlp_up")
+    host = HostRoom(may_leave, bytes_per_block=room)
+    costs = Costs.of(marked_block(), host)
+    places = ("device", "host", "nowhere")
+    every = []
+    for places_of in itertools.product(places, repeat=len(may_leave)):
+        on_host = {
+            name for name, place in zip(may_leave, places_of, strict=True) if place == "host"
+        }
+        on_device = {
+            name for name, place in zip(may_leave, places_of, strict=True) if place == "device"
+        }
+        for others in ((), ("query", "key"), ("query", "key", "value", "attention_out")):
+            choice = costs.choice({*on_device, *others}, on_host)
+            if choice.host_size <= room:
+                every.append(choice)
+    best = choices_of(marked_block(), host)
+    assert all(choice.host_size <= room for choice in best)
+    for one in every:
+        beaten = [choice for choice in best if choice.size <= one.size]
+        assert min(choice.costs for choice in beaten) <= one.costs, one
+    # What is told of a choice is what it comes to.
+    for choice in best:
+        assert costs.choice(choice.names, choice.offloaded) == choice
+
+
+def test_the_host_gets_what_is_copied_while_a_block_is_computed():
+    forward = flops_of(jax.extend.core.ClosedJaxpr(marked_block().function, [])).total
+    size = Costs.of(marked_block()).sizes["mlp_up"]
+    for share, offloaded in [(1.01, ("mlp_up",)), (0.99, ())]:
+        host = HostRoom(("mlp_up",), bytes_per_flop=share * size / forward)
+        assert choices_of(marked_block(), host)[0].offloaded == offloaded
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.35, 0.5, 0.8, 1.0])
 def test_a_budget_spends_its_memory_as_an_exhaustive_search_would(share):
     """Where peaks are sums of sizes, within one layer's smallest choice."""
@@ -333,9 +372,84 @@ def test_a_budget_spends_its_memory_as_an_exhaustive_search_would(share):
     assert fitted.best.flops <= 1.01 * least
 
 
+@pytest.mark.parametrize("layers_on_host", [1, 3, 5])
+def test_a_budget_below_the_inputs_of_blocks_has_them_on_the_host(layers_on_host):
+    """Where peaks are sums of sizes, as many layers as must have their input there."""
+    loops = loops_of(traced_loss().jaxpr)
+    costs = Costs.of(marked_block())
+    (size,) = costs.bytes_by_name.inputs.values()
+
+    def peak_of(remat):
+        total = 10**6
+        for one in (
+            [remat] * LAYERS if isinstance(remat, sl.Remat) else remat.of_blocks([()] * LAYERS)
+        ):
+            total += costs.choice(one.names, one.offloaded).size
+        return total
+
+    budget = 10**6 - layers_on_host * size
+    fitted = fit_remat(budget, loops, peak_of, host=HostRoom(("block_in",)))
+    assert fitted.best.peak <= budget
+    assert fitted.most_flops == LAYERS * choices()[0].flops
+    assert fitted.best.estimate <= -layers_on_host * size
+    with pytest.raises(ValueError, match=r'Remat.budget\(".*offload=\("block_in",\)\)'):
+        fit_remat(budget, loops, peak_of)
+
+
 def test_a_budget_that_nothing_meets_is_refused():
     with pytest.raises(ValueError, match="takes 1.0 MiB where blocks keep their inputs alone"):
         fit_remat(1000, loops_of(traced_loss().jaxpr), lambda remat: 2**20)
+    host = HostRoom(("block_in",))
+    keeps = r"keep the least, `Remat\(offloaded=\('block_in',\)\)`"
+    with pytest.raises(ValueError, match=keeps):
+        fit_remat(1000, loops_of(traced_loss().jaxpr), lambda remat: 2**20, host=host)
+
+
+def test_a_budget_refuses_names_for_the_host_that_no_activation_has():
+    strategy = sl.Strategy(remat=sl.Remat.budget("1GiB", offload=("block_inn",)), **DATA)
+    state = sl.init(
+        lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy, abstract=True
+    )
+    with pytest.raises(ValueError, match="`block_inn`, which no activation.*`block_in`"):
+        sl.train_step(gpt.loss, strategy).fitted_remat(state, BATCH)
+
+
+@pytest.mark.tpu_compiler
+def test_a_step_on_a_tpu_has_on_the_host_what_does_not_fit():
+    layers, rows, width, hidden = 8, 4096, 2048, 8192
+    size = rows * width * 2
+
+    def loss(model, batch, rng):
+        def layer(x, w):
+            x = sl.checkpoint_name(x, "block_in")
+            return x + jnp.tanh(x @ w["up"].astype(x.dtype)) @ w["down"].astype(x.dtype)
+
+        block = sl.remat(layer)
+        x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), batch, model)
+        return jnp.mean(x.astype("float32") ** 2)
+
+    def on_tpu(remat):
+        mesh = sl.Target("tpu:v5e:1x1").mesh("data=1")
+        strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, remat=remat)
+        make = lambda: {
+            "up": jnp.zeros((layers, width, hidden), "bfloat16"),
+            "down": jnp.zeros((layers, hidden, width), "bfloat16"),
+        }
+        state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+        batch = jax.ShapeDtypeStruct((rows, width), "bfloat16")
+        return sl.train_step(loss, strategy), state, batch
+
+    def compiled(remat):
+        step, state, batch = on_tpu(remat)
+        return step.lower(state, batch).compile()
+
+    budget = peak_bytes(compiled("full"), "tpu") - 3 * size
+    step, state, batch = on_tpu(sl.Remat.budget(budget, offload=("block_in",)))
+    fitted = step.fitted_remat(state, batch)
+    assert fitted.best.peak <= budget
+    memory = compiled(fitted.best.remat).memory_analysis()
+    # Two inputs more are on the device for as long as they are copied.
+    assert memory.host_temp_size_in_bytes // size in range(3, layers + 1)
 
 
 @pytest.mark.long

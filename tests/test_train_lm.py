@@ -306,7 +306,8 @@ def test_run_json_restores_the_same_run(config, changes, tmp_path):
         "precision": sl.Precision("bf16", keep=(".*norm.*",)),
     }
     # What blocks keep is made of values of their own; a pipeline takes none of these.
-    kept = [sl.Remat.slots(3), sl.Remat.layers((1, "none"), rest="full"), sl.Remat.budget("14GiB")]
+    budget = sl.Remat.budget("14GiB", offload=("block_in",))
+    kept = [sl.Remat.slots(3), sl.Remat.layers((1, "none"), rest="full"), budget]
     strategies = [run.strategy, dataclasses.replace(run.strategy, **values)]
     if run.strategy.pipeline is None:
         strategies += [dataclasses.replace(run.strategy, remat=one) for one in kept]
@@ -390,6 +391,7 @@ def test_command_line_overrides_fields_by_dotted_names():
         ("sublinear", "sublinear"),
         ("every:4", sl.Remat.every(4)),
         ("budget:14GiB", sl.Remat.budget("14GiB")),
+        ("budget:14GiB,block_in", sl.Remat.budget("14GiB", offload=("block_in",))),
         ("slots:3", sl.Remat.slots(3)),
         ("offload:block_in", sl.Remat.offload("block_in")),
         ("context | offload:block_in", sl.Remat.save("context") | sl.Remat.offload("block_in")),

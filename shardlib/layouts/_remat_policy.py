@@ -273,16 +273,21 @@ class Remat:
         return RematPaths(patterns, rest)
 
     @classmethod
-    def budget(cls, memory: "int | str") -> "RematBudget":
+    def budget(cls, memory: "int | str", offload: tuple[str, ...] = ()) -> "RematBudget":
         """As much as fits: a step finds it by compiling for its devices, before it runs first.
 
-        `memory` is what it may take of a device, in bytes or as `"14GiB"`.
+        Args:
+            memory: what it may take of a device, in bytes or as `"14GiB"`.
+            offload: the names of activations that the host may keep, where the device has no room.
 
-        >>> Remat.budget("14GiB")
-        RematBudget(memory=15032385536)
+        >>> Remat.budget("14GiB", offload=("block_in",))
+        RematBudget(memory=15032385536, offload=('block_in',))
         """
         takes = 'the bytes that a step may take of a device: a number, or text such as `"14GiB"`'
-        return RematBudget(check.size("Remat.budget", "memory", memory, takes))
+        memory = check.size("Remat.budget", "memory", memory, takes)
+        takes = 'names of activations, in a tuple: `("block_in",)`'
+        names = check.texts("Remat.budget", "offload", offload, takes)
+        return RematBudget(memory, tuple(sorted(set(names))))
 
     @property
     def every_name(self) -> tuple[str, ...]:
@@ -324,9 +329,17 @@ class RematBudget:
 
     Of the named activations in marked blocks, those are kept that spare the most computing, in as
     many layers as fit. Until a step has found them, blocks keep their inputs.
+
+    - `offload`: names that the memory of the host may have. It gets what the device has no room
+      for, as far as it is copied while the block is computed.
     """
 
     memory: int
+    offload: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        offload = f", offload={self.offload!r}" if self.offload else ""
+        return f"RematBudget(memory={self.memory}{offload})"
 
 
 class RematByBlock(ABC):

@@ -37,6 +37,8 @@ class Chip:
     description: str = field(default="", repr=False)  # of a GPU, as its compiler reads it
     # This device's share of the memory of its host; None where no public figure was found.
     host_bytes: float | None = None
+    # Bytes per second, one way, between this device and its host; None where nobody says.
+    host_bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class _Gpu:
 # what the compiler of libtpu 0.0.42 allows: "exceeds available HBM (15.75G)". Links and the slow
 # network: book, "TPU specs"; where it has no figure, a comment. `host_bytes`: of v5e what a virtual
 # machine gets ("VM types": 384 GB for eight chips), of v6e "DRAM per host" (1536 GiB for eight).
+# `host_bandwidth`: book, "TPU specs": 15 GB/s of PCIe for a chip, 16 of v4 and 32 of v6e.
 TPUS = {
     "v3": Chip(
         "v3", "TPU v3", {"bf16": 61.5e12, "f32": 61.5e12}, 16 * GIB, 15.48 * GIB, 0.45e12,
@@ -98,23 +101,24 @@ TPUS = {
     "v4": Chip(
         "v4", "TPU v4", {"bf16": 275e12, "f32": 275e12, "s8": 275e12}, 32 * GIB, 30.75 * GIB,
         1.2e12,
-        link_bandwidth=45e9, slow_bandwidth=6.25e9, torus=3, largest=4096,
+        link_bandwidth=45e9, slow_bandwidth=6.25e9, torus=3, largest=4096, host_bandwidth=16e9,
     ),
     "v5e": Chip(
         "v5e", "TPU v5 lite", {"bf16": 197e12, "f32": 197e12, "s8": 393e12}, 16 * GIB, 15.75 * GIB,
         0.819e12,
         link_bandwidth=45e9, slow_bandwidth=3.125e9, torus=2, largest=256, host_bytes=384e9 / 8,
+        host_bandwidth=15e9,
     ),
     "v5p": Chip(
         "v5p", "TPU v5", {"bf16": 459e12, "f32": 459e12, "s8": 918e12}, 96 * GIB, 95.74 * GIB,
         2.765e12,
-        link_bandwidth=90e9, slow_bandwidth=6.25e9, torus=3, largest=8960,
+        link_bandwidth=90e9, slow_bandwidth=6.25e9, torus=3, largest=8960, host_bandwidth=15e9,
     ),
     "v6e": Chip(
         "v6e", "TPU v6 lite", {"bf16": 918e12, "f32": 918e12, "s8": 1836e12}, 32 * GIB,
         31.25 * GIB, 1.638e12,
         link_bandwidth=90e9, slow_bandwidth=12.5e9, torus=2, largest=256,
-        host_bytes=1536 * GIB / 8,
+        host_bytes=1536 * GIB / 8, host_bandwidth=32e9,
     ),
     "7x": Chip(
         "7x", "TPU7x", {"bf16": 1153.5e12, "f32": 1153.5e12, "f8": 2307e12}, 96 * GIB, 94.75 * GIB,
@@ -131,12 +135,13 @@ TPUS = {
 # it; NVLink and the NIC of each GPU: book, "GPU specs" (18 links of 25 GB/s on Hopper, of 50 GB/s
 # on Blackwell; 400 Gb/s), and NVIDIA's DGX A100 (12 links of 25; 200 Gb/s). JAX takes three
 # quarters of the memory unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise. `host_bytes`: of
-# H100 and H200 the 2 TB of a host of eight, as results of MLPerf list them.
+# H100 and H200 the 2 TB of a host of eight, as results of MLPerf list them. `host_bandwidth`: half
+# of what the datasheets say of PCIe, which is the sum of both directions.
 GPUS = {
     "a100": Chip(
         "a100", "NVIDIA A100-SXM4-80GB", {"bf16": 312e12, "f32": 156e12, "s8": 624e12},
         85100068864, 0.75 * 85100068864,
-        2.039e12, link_bandwidth=300e9, slow_bandwidth=25e9,
+        2.039e12, link_bandwidth=300e9, slow_bandwidth=25e9, host_bandwidth=32e9,
         description=_Gpu(name="NVIDIA A100-SXM4-80GB", major=8, cores=108, fpus=64, clock=1.41,
             memory=85100068864, bandwidth=2039040000000, cache=41943040, shared=167936,
         ).description(),
@@ -145,6 +150,7 @@ GPUS = {
         "h100", "NVIDIA H100 80GB HBM3", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12,
         "f8": 1979e12}, 84942979072,
         0.75 * 84942979072, 3.35e12, link_bandwidth=450e9, slow_bandwidth=50e9, host_bytes=2e12 / 8,
+        host_bandwidth=64e9,
         description=_Gpu(name="NVIDIA H100 80GB HBM3", major=9, cores=132, fpus=128, clock=1.98,
             memory=84942979072, bandwidth=3352320000000, cache=52428800, shared=233472,
         ).description(),
@@ -153,6 +159,7 @@ GPUS = {
         "h200", "NVIDIA H200", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12, "f8": 1979e12},
         151397597184,
         0.75 * 151397597184, 4.8e12, link_bandwidth=450e9, slow_bandwidth=50e9, host_bytes=2e12 / 8,
+        host_bandwidth=64e9,
         description=_Gpu(name="NVIDIA H200", major=9, cores=132, fpus=128, clock=1.98,
             memory=151397597184, bandwidth=4800000000000, cache=52428800, shared=233472,
         ).description(),
@@ -161,7 +168,7 @@ GPUS = {
         "b200", "NVIDIA B200", {"bf16": 2250e12, "f32": 1125e12, "s8": 4500e12, "f8": 4500e12,
         "f4": 9000e12},
         191514411008, 0.75 * 191514411008, 8.0e12, link_bandwidth=900e9, slow_bandwidth=50e9,
-        largest=72,
+        largest=72, host_bandwidth=64e9,
         description=_Gpu(name="NVIDIA B200", major=10, cores=148, fpus=128, clock=1.965,
             memory=191514411008, bandwidth=7672320000000, cache=132644864, shared=233472,
         ).description(),

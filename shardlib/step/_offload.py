@@ -111,7 +111,7 @@ def _keeps_otherwise(remat: Any) -> str | None:
     if isinstance(remat, RematByBlock):
         return "what each run says: say it there, `rest=sl.Remat.offload(...)`"
     if isinstance(remat, RematBudget):
-        return "what fits on the device: name what it keeps, `sl.Remat.save(...)`"
+        return "what fits: say there what may go, `sl.Remat.budget(..., offload=(...))`"
     return None
 
 

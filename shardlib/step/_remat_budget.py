@@ -10,6 +10,7 @@ keep more beside it, so that only compiled programs say what fits.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from shardlib._text import human_bytes, table
 from shardlib.layouts._remat_policy import Remat, RematLayers
-from shardlib.tracing._block_costs import Choice, choices_of
+from shardlib.machine._chips import chip_of
+from shardlib.step._strategy import Strategy
+from shardlib.tracing._block_costs import NO_HOST, Choice, Costs, HostRoom
 from shardlib.tracing._block_places import PlacedLoop, placed_blocks
 
 # So many programs are compiled at most, and none after one that fills this share of the budget.
@@ -30,6 +33,9 @@ _MOST_PROGRAMS = 6
 _FULL = 0.97
 # What is aimed at once a program was too large: the middle of what counts as full.
 _AIM = 0.985
+# Of choices that compute the same again, the one is better that copies less to the host: all bytes
+# that could be copied count as much as this share of all operations.
+_TIE = 1e-5
 
 
 def loops_of(jaxpr: Jaxpr, weights: int | None = None) -> list[PlacedLoop]:
@@ -41,12 +47,33 @@ def loops_of(jaxpr: Jaxpr, weights: int | None = None) -> list[PlacedLoop]:
     return placed_blocks(jaxpr, len(jaxpr.invars) if weights is None else weights)
 
 
+def host_room(strategy: Strategy, names: tuple[str, ...], loops: Sequence[PlacedLoop]) -> HostRoom:
+    """What blocks may keep in the memory of the host, by the datasheet of the devices.
+
+    A trace has the operations of all devices that share a layer, which are those of the mesh axes
+    that are not data axes.
+    """
+    mesh = strategy.device_mesh
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    if not names or chip is None:
+        return HostRoom(names)
+    per_flop = per_block = math.inf
+    if chip.host_bandwidth is not None:
+        sharing = mesh.size // math.prod(mesh.shape[axis] for axis in strategy.data_axes)
+        per_flop = chip.host_bandwidth / (chip.flops["bf16"] * sharing)
+    if chip.host_bytes is not None:
+        blocks = sum(loop.times * len(loop.blocks) for loop in loops)
+        per_block = chip.host_bytes / max(1, blocks)
+    return HostRoom(names, per_flop, per_block)
+
+
 @dataclass(frozen=True)
 class Tried:
     """A program that was compiled.
 
     - `remat`: what its blocks keep.
-    - `estimate`: the bytes of named activations in it, as they are traced.
+    - `estimate`: the bytes of named activations on the device, as they are traced, less those of
+      inputs that the host has.
     - `flops`: operations of products that its blocks compute again in a backward pass.
     - `peak`: the bytes that it takes of a device.
     """
@@ -61,11 +88,13 @@ class Tried:
 class FittedRemat:
     """What a step keeps within a budget, and the programs that were compiled to find it.
 
-    It prints as a table.
+    It prints as a table. `most_flops` are the operations that blocks compute again where they keep
+    nothing but their inputs.
     """
 
     budget: int
     tried: tuple[Tried, ...]
+    most_flops: int
 
     @property
     def best(self) -> Tried:
@@ -74,11 +103,10 @@ class FittedRemat:
         return min(fitting, key=lambda one: (one.flops, one.peak))
 
     def __str__(self) -> str:
-        most = self.tried[0].flops
         rows = [("peak", "of the budget", "computed again", "blocks keep")]
         for one in sorted(self.tried, key=lambda one: one.peak):
             share = f"{one.peak / self.budget:.1%}"
-            again = f"{one.flops / max(1, most):.1%} of full"
+            again = f"{one.flops / max(1, self.most_flops):.1%} of full"
             rows.append((human_bytes(one.peak), share, again, str(one.remat)))
         return table(rows, right=(0, 1, 2))
 
@@ -88,13 +116,18 @@ def fit_remat(
     loops: Sequence[PlacedLoop],
     peak_of: Callable[[Remat | RematLayers], int],
     programs: int = _MOST_PROGRAMS,
+    host: HostRoom = NO_HOST,
 ) -> FittedRemat:
     """Find what blocks keep so that a step takes no more than a budget, and computes little again.
 
-    `peak_of` compiles a step for a value, and says what it takes of a device; so many `programs`
-    are compiled at most.
+    Args:
+        budget: the bytes that the step may take of a device.
+        loops: the marked blocks of its loss.
+        peak_of: compiles the step for a value, and says what it takes of a device.
+        programs: how many are compiled at most.
+        host: what may be kept in the memory of the host.
     """
-    layers = Layers.of(loops)
+    layers = Layers.of(loops, host)
     tried: list[Tried] = []
 
     def attempt(limit: float) -> Tried | None:
@@ -105,18 +138,35 @@ def fit_remat(
         _say(tried[-1], budget)
         return tried[-1]
 
-    first = attempt(0)
+    first = attempt(layers.least)
     assert first is not None
     if first.peak > budget:
-        raise ValueError(
-            f'`Remat.budget("{human_bytes(budget)}")`: the step takes {human_bytes(first.peak)} '
-            "where blocks keep their inputs alone. Take fewer examples at once, "
-            "`Strategy(accumulate=...)`; split more, `Strategy(zero=3)`; or mark smaller blocks."
-        )
+        raise _beyond_budget(budget, first, host.names)
     while len(tried) < programs and attempt(_next_limit(tried, budget)) is not None:
         if max(one.peak for one in tried if one.peak <= budget) >= _FULL * budget:
             break
-    return FittedRemat(budget, tuple(tried))
+    return FittedRemat(budget, tuple(tried), layers.most_flops)
+
+
+def _beyond_budget(budget: int, least: Tried, names: tuple[str, ...]) -> ValueError:
+    """The error for a budget that nothing meets, though the host may have some names."""
+    memory = human_bytes(budget)
+    if names:
+        asked = f'`Remat.budget("{memory}", offload={names!r})`'
+        keeps = f"the least, `{least.remat!r}`"
+        to_host = ""
+    else:
+        asked = f'`Remat.budget("{memory}")`'
+        keeps = "their inputs alone"
+        to_host = (
+            "let the host keep what has a name, inputs of blocks for example, "
+            f'`Remat.budget("{memory}", offload=("block_in",))`; '
+        )
+    return ValueError(
+        f"{asked}: the step takes {human_bytes(least.peak)} where blocks keep {keeps}. Take fewer "
+        f"examples at once, `Strategy(accumulate=...)`; {to_host}split more, `Strategy(zero=3)`; "
+        "or mark smaller blocks."
+    )
 
 
 def _next_limit(tried: list[Tried], budget: int) -> float:
@@ -130,8 +180,8 @@ def _next_limit(tried: list[Tried], budget: int) -> float:
     aim, slope = 1.0, 1.0
     if too_large:
         aim, slope = _AIM, _slope(low, min(too_large, key=lambda one: one.estimate))
-    elif low.estimate:
-        # The first program keeps nothing that has a name.
+    elif low is not tried[0]:
+        # The first program keeps the least.
         slope = _slope(tried[0], low)
     # What takes nothing may grow without bounds.
     if slope <= 0:
@@ -162,30 +212,42 @@ class Layers:
     kinds: list[list[int]]  # by loop, the kind of each of its blocks
     choices: list[list[Choice]]  # by kind
     counts: list[int]  # how often each kind is called
+    # The operations that all blocks compute again where they keep nothing but inputs.
+    most_flops: int
 
     @classmethod
-    def of(cls, loops: Sequence[PlacedLoop]) -> "Layers":
+    def of(cls, loops: Sequence[PlacedLoop], host: HostRoom = NO_HOST) -> "Layers":
         """The choices for all blocks; blocks that compute the same are of one kind."""
         numbers: dict[Any, int] = {}
         choices: list[list[Choice]] = []
         counts: list[int] = []
+        every_flop: list[int] = []
+        most_flops = 0
         kinds = []
         for loop in loops:
             of_loop = []
             for block in loop.blocks:
                 if block.key not in numbers:
                     numbers[block.key] = len(choices)
-                    choices.append(choices_of(block))
+                    costs = Costs.of(block, host)
+                    choices.append(costs.choices())
+                    every_flop.append(sum(costs.flops))
                     counts.append(0)
                 of_loop.append(numbers[block.key])
                 counts[numbers[block.key]] += loop.times
+                most_flops += loop.times * every_flop[numbers[block.key]]
             kinds.append(of_loop)
-        return cls(loops, kinds, choices, counts)
+        return cls(loops, kinds, choices, counts, most_flops)
 
     @property
     def most(self) -> int:
         """The bytes of the largest choice for every layer."""
         return sum(count * of[-1].size for count, of in zip(self.counts, self.choices, strict=True))
+
+    @property
+    def least(self) -> int:
+        """The bytes of the smallest choice for every layer."""
+        return sum(count * of[0].size for count, of in zip(self.counts, self.choices, strict=True))
 
     def best(self, limit: float) -> tuple[Remat | RematLayers, int, int]:
         """What computes the least again and takes at most so many bytes: its value, its bytes as
@@ -214,8 +276,10 @@ class Layers:
         count = len(columns)
         sizes = np.array([choice.size for _, choice in columns])
         flops = np.array([choice.flops for _, choice in columns])
+        on_host = np.array([choice.host_size for _, choice in columns])
+        per_layer = flops / max(1, flops.max()) + _TIE * on_host / max(1, on_host.max())
         # First how many layers have each choice, then whether any has it.
-        costs = np.concatenate([flops / max(1, flops.max()), np.zeros(count)])
+        costs = np.concatenate([per_layer, np.zeros(count)])
         most = np.array([self.counts[kind] for kind, _ in columns])
         upper: Any = np.concatenate([most, np.ones(count)])
         constraints = [self._all_chosen(columns), *self._none_alone(most)]
@@ -266,7 +330,8 @@ class Layers:
         for loop, kinds in zip(self.loops, self.kinds, strict=True):
             for _ in range(loop.times):
                 for kind in kinds:
-                    values.append(Remat(next(remaining[kind]).names))
+                    choice = next(remaining[kind])
+                    values.append(Remat(choice.names, offloaded=choice.offloaded))
         # One value for all keeps a loop over layers one loop.
         if len(set(values)) == 1:
             return values[0]

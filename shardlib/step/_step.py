@@ -40,7 +40,7 @@ from shardlib.step._gradient import GradientFunction, GradientInputs, Metrics
 from shardlib.step._loss import LossFunction, check_arguments
 from shardlib.step._optimizer_update import update_of
 from shardlib.step._pipelined import Programs
-from shardlib.step._remat_budget import FittedRemat, fit_remat, loops_of
+from shardlib.step._remat_budget import FittedRemat, fit_remat, host_room, loops_of
 from shardlib.step._scopes import OPTIMIZER
 from shardlib.step._state import Layout, State, drop_weak_types, state_shardings, state_specs
 from shardlib.step._step_calls import (
@@ -177,17 +177,19 @@ class Step:
 
     def _fit(self, state: Any, batch: Any) -> FittedRemat:
         """Find what blocks keep, by compiling for shapes of a state and a batch."""
+        budget = self.strategy.remat
+        assert isinstance(budget, RematBudget)
         weights = len(jax.tree.leaves((state.params, state.frozen)))
-        loss = traced_loss(self._with_remat(Remat()), state, batch)
+        # Names that no activation has are refused with the trace.
+        loss = traced_loss(self._with_remat(Remat(offloaded=budget.offload)), state, batch)
         loops = loops_of(loss.jaxpr, weights)
+        host = host_room(self.strategy, budget.offload, loops)
         platform = self.strategy.device_mesh.devices.flat[0].platform
 
         def peak_of(remat: Any) -> int:
             return peak_bytes(self._with_remat(remat).lower(state, batch).compile(), platform)
 
-        budget = self.strategy.remat
-        assert isinstance(budget, RematBudget)
-        return fit_remat(budget.memory, loops, peak_of)
+        return fit_remat(budget.memory, loops, peak_of, host=host)
 
     @property
     def unused_rules(self) -> tuple[str, ...]:
