@@ -30,7 +30,7 @@ LAYERS = [
     ("", "rules"),
     (
         "layouts",
-        "_resolve _relate _placement _flax_rules _host _chain_schedules _remat_policy "
+        "_resolve _relate _placement _flax_rules _host _chain_schedules _remat_policy _remat_text "
         "_checkpoint_policies _annotate _route _reshard",
     ),
     (
@@ -85,7 +85,7 @@ LAYERS = [
     (
         "planning",
         "_break_even _decoder _decoder_names _estimate _lower _machine _flops _prices _activations "
-        "_activations_report _advice _compiled_step _remat_text _frontier_picture _frontier "
+        "_activations_report _advice _compiled_step _frontier_picture _frontier "
         "_microbatch _remat_advice _report _plan _questions _command",
     ),
     ("", "__main__ launch"),

@@ -13,8 +13,8 @@ import pytest
 
 import shardlib as sl
 from shardlib.layouts._chain_schedules import Binomial
+from shardlib.layouts._remat_text import remat_code, remat_words
 from shardlib.planning._microbatch import search
-from shardlib.planning._remat_text import remat_code
 
 LAYERS, WIDTH, ROWS = 4, 512, 1024
 MATRIX_FLOPS = 2 * ROWS * WIDTH * WIDTH * 8  # a product of a layer, on all devices
@@ -94,9 +94,26 @@ def test_the_choice_that_fits_computes_the_least_again():
 def test_values_are_written_as_python_that_makes_them():
     for point in compiled_frontier().points:
         assert eval(remat_code(point.remat), {"sl": sl}) == point.remat
-    for value in (sl.Remat(products="all"), sl.Remat.slots(3), sl.Remat.drop("scores")):
+    for value in (
+        sl.Remat(products="all"),
+        sl.Remat.slots(3),
+        sl.Remat.drop("scores"),
+        sl.Remat.save("a") | sl.Remat.offload("b", "c") | sl.Remat.compress("int8", "d"),
+        sl.Remat.compress("int8", "a") | sl.Remat.compress("fp8", "b"),
+        sl.Remat.save("a") | sl.Remat(products="without_batch"),
+        sl.Remat.paths((r"a/\w+", "full"), ("b", sl.Remat.save("a")), rest="none"),
+        sl.Remat.layers((2, sl.Remat.offload("a")), rest="full"),
+        sl.Remat(),
+    ):
         names = {"sl": sl, "Binomial": Binomial}
         assert eval(remat_code(value), names) == value
+
+
+def test_values_are_said_in_few_words():
+    value = sl.Remat.save("a") | sl.Remat.offload("b") | sl.Remat.compress("int8", "c")
+    assert remat_words(value) == "a + b on the host + c as int8"
+    by_path = sl.Remat.paths(("encoder/.*", "full"), rest="none")
+    assert remat_words(by_path) == "inputs in encoder/.*, everything in the rest"
 
 
 def test_a_picture_has_each_point_and_the_memory_of_the_target():
@@ -200,6 +217,26 @@ def test_advice_where_nothing_helps_says_what_is_still_too_much(monkeypatch):
     of_size(20 * 2**20, monkeypatch)
     text = "\n".join(total_of("none").advice)
     assert 'With `Strategy(remat="full")` it takes 50.0 MiB, still 30.0 MiB too much' in text
+
+
+@pytest.mark.tpu_compiler
+def test_advice_for_a_tpu_has_inputs_on_the_host_where_they_are_too_much(monkeypatch, tmp_path):
+    def named(model, x, rng):
+        marked = sl.remat(lambda x, w: block(sl.checkpoint_name(x, "block_in"), w))
+        return jnp.mean(jax.lax.scan(lambda x, w: (marked(x, w), None), x, model)[0] ** 2)
+
+    target = "tpu:v5e:2x4"
+    options = {"rows": 32 * ROWS, "dtype": "bfloat16", "loss": named, "cache": tmp_path}
+    plan = total_of("full", target=target, **options)
+    inputs = 2 * 32 * ROWS * WIDTH
+    usable = plan.memory.total_bytes - inputs
+    chip = dataclasses.replace(sl.Target(target).chip, usable_bytes=usable)
+    monkeypatch.setattr(sl.Target, "chip", property(lambda self: chip))
+    advised = total_of("full", target=target, **options).advice
+    value = taken([one for one in advised if "on the host" in one])
+    assert value == sl.Remat.offload("block_in")
+    after = total_of(value, target=target, **options)
+    assert after.fits and after.memory.host_bytes == LAYERS * inputs
 
 
 @pytest.mark.long

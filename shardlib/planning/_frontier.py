@@ -19,12 +19,12 @@ import jax
 
 from shardlib._text import human_bytes, table
 from shardlib.checks import _arguments as check
+from shardlib.layouts._remat_text import plain_remat, remat_code, remat_words
 from shardlib.machine._targets import Target
 from shardlib.planning._activations import loops_of_step, products_scale
 from shardlib.planning._compiled_step import Machine, compile_step
 from shardlib.planning._frontier_picture import picture
 from shardlib.planning._machine import checked_target, on_target
-from shardlib.planning._remat_text import plain_remat, remat_code, remat_words
 from shardlib.step._remat_budget import Layers
 from shardlib.step._state import State
 from shardlib.step._step import Step, with_remat

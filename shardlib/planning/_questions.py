@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from shardlib._text import human_bytes
+from shardlib.layouts._remat_text import remat_code
 from shardlib.machine._targets import Target
 from shardlib.planning._frontier import frontier
 from shardlib.planning._microbatch import largest_microbatch
 from shardlib.planning._plan import plan
-from shardlib.planning._remat_text import remat_code
 from shardlib.step._step import Step
 
 

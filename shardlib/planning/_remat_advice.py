@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from shardlib._text import human_bytes
 from shardlib.layouts._remat_policy import Remat, kept_by_blocks
+from shardlib.layouts._remat_text import plain_remat, remat_code
 from shardlib.planning._activations import Activation, loops_of_step, products_scale
 from shardlib.planning._compiled_step import CompiledStep, compile_step
 from shardlib.planning._frontier import say
-from shardlib.planning._remat_text import plain_remat, remat_code
 from shardlib.step._remat_budget import Layers, fit_remat
 from shardlib.step._step import Step, with_remat
 from shardlib.tracing._block_activations import INPUT
+from shardlib.tracing._block_costs import Costs
 
 # So many programs are compiled for advice at most.
 _PROGRAMS = 3
@@ -160,22 +161,42 @@ def _fitting(planned: Planned, remat: Any, size: int, flops: int) -> str:
 def _beyond_full(planned: Planned, full: int, saved: float) -> list[tuple[float, str]]:
     """What is left where the inputs of all blocks alone are too much.
 
-    Where inputs are more than what is missing, a step may fit that keeps few of them. It is advised
-    only if it is compiled and fits.
+    Where inputs are more than what is missing, a step may fit that has them on the host, or keeps
+    few of them. It is advised only if it is compiled and fits.
     """
     inputs = sum(one.held_bytes for one in planned.activations if one.name == INPUT)
-    text = ""
     if inputs > full - planned.usable and kept_by_blocks(planned.step.strategy.remat) == Remat():
-        size = planned.compiled_bytes("sublinear")
-        if size <= planned.usable:
-            text = (
-                'Keep the inputs of few blocks: with `Strategy(remat="sublinear")` it takes '
-                f"{human_bytes(size)}, which fits, and computes most blocks once more."
-            )
-        return [(saved, text)]
+        return [(saved, _with_fewer_inputs(planned))]
     if planned.step.strategy.remat != "full":
         text = (
             f'With `Strategy(remat="full")` it takes {human_bytes(full)}, still '
             f"{human_bytes(full - planned.usable)} too much: take it beside the following."
         )
     return [(saved, text)]
+
+
+def _with_fewer_inputs(planned: Planned) -> str:
+    """Advice for a step whose blocks have no room for their inputs; empty if there is none.
+
+    Copies to the host run beside the computation, so that they come first.
+    """
+    loops = loops_of_step(planned.step, planned.state, planned.batch)
+    names: set[str] = set()
+    for loop in loops:
+        for block in loop.blocks:
+            names.update(Costs.of(block).bytes_by_name.inputs)
+    if names:
+        remat = Remat.offload(*names)
+        size = planned.compiled_bytes(remat)
+        if size <= planned.usable:
+            return (
+                "Have the inputs of blocks on the host: with "
+                f"`Strategy(remat={remat_code(remat)})` it takes {human_bytes(size)}, which fits."
+            )
+    size = planned.compiled_bytes("sublinear")
+    if size > planned.usable:
+        return ""
+    return (
+        'Keep the inputs of few blocks: with `Strategy(remat="sublinear")` it takes '
+        f"{human_bytes(size)}, which fits, and computes most blocks once more."
+    )
