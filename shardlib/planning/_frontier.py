@@ -24,7 +24,7 @@ from shardlib.machine._targets import Target
 from shardlib.planning._activations import loops_of_step, products_scale
 from shardlib.planning._compiled_step import Machine, compile_step
 from shardlib.planning._frontier_picture import picture
-from shardlib.planning._machine import checked_target, on_target
+from shardlib.planning._machine import check_planned, checked_target, on_target
 from shardlib.step._remat_budget import Layers
 from shardlib.step._state import State
 from shardlib.step._step import Step, with_remat
@@ -141,11 +141,9 @@ def frontier(
         compiled: whether all of them are compiled, and not only the ends.
         cache: a folder that keeps what compilers say.
     """
-    check.kind("frontier", "step", step, Step, "a step of `sl.train_step`")
-    check.kind("frontier", "state", state, State, "the `State` that `sl.init` makes")
+    check_planned("frontier", step, state, cache)
     check.whole("frontier", "points", points, "a number of choices", least=0, most=1000)
     check.boolean("frontier", "compiled", compiled)
-    check.kind("frontier", "cache", cache, str | os.PathLike, "a folder", optional=True)
     machine = checked_target("frontier", target)
     if step.strategy.pipeline is not None:
         raise ValueError(

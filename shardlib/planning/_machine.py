@@ -1,6 +1,7 @@
 """The machine that a step is planned for: its devices, its datasheet, and a step laid out on it."""
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -30,6 +31,13 @@ def checked_target(function: str, target: Any) -> Target | None:
         f"`{function}(target=...)` takes a `sl.Target` or its text, such as `tpu:v5e:16x16`; got "
         f"{check.shown(target)}."
     )
+
+
+def check_planned(function: str, step: Any, state: Any, cache: Any) -> None:
+    """Refuse what is no step of ours with its state, and a cache that is no folder."""
+    check.kind(function, "step", step, Step, "a step of `sl.train_step`")
+    check.kind(function, "state", state, State, "the `State` that `sl.init` makes")
+    check.kind(function, "cache", cache, str | os.PathLike, "a folder", optional=True)
 
 
 def on_target(step: Step, state: State, target: Target | None) -> tuple[Step, State]:

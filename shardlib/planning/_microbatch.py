@@ -23,7 +23,7 @@ from shardlib.layouts._rules import parts_over
 from shardlib.machine._targets import Target
 from shardlib.planning._compiled_step import Machine, compile_step
 from shardlib.planning._frontier import say
-from shardlib.planning._machine import checked_target, on_target
+from shardlib.planning._machine import check_planned, checked_target, on_target
 from shardlib.step._state import State
 from shardlib.step._step import Step
 
@@ -103,10 +103,7 @@ def largest_microbatch(
             target has for one.
         cache: a folder that keeps what compilers say.
     """
-    check.kind("largest_microbatch", "step", step, Step, "a step of `sl.train_step`")
-    takes = "the `State` that `sl.init` makes"
-    check.kind("largest_microbatch", "state", state, State, takes)
-    check.kind("largest_microbatch", "cache", cache, str | os.PathLike, "a folder", optional=True)
+    check_planned("largest_microbatch", step, state, cache)
     given = None
     if memory is not None:
         takes = 'the bytes that a step may take: a number, or text such as `"14GiB"`'
