@@ -227,7 +227,6 @@ def restored_from(folder):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("unlink-about-what it says of itself is not what was written")
 @pytest.mark.parametrize(
     ("damage", "where", "said"),
     [
@@ -357,6 +356,7 @@ with sl.Checkpoints(sys.argv[1]) as checkpoints:
 """
 
 
+@pytest.mark.long
 def test_checkpoint_save_that_fails_half_way_keeps_the_last_good(tmp_path):
     # In a process of its own, for what Orbax's threads leave behind when they fail.
     run = subprocess.run(
@@ -680,6 +680,7 @@ def test_checkpoints_refuse_wrong_arguments(tmp_path):
         none.restore(like)
 
 
+@pytest.mark.long
 def test_checkpoint_metadata_is_human_readable_json(saved):
     content = json.loads(json.loads((saved[0] / "3" / "about" / "metadata").read_text())["content"])
     assert content["leaves"]["params/blocks/mlp/up/kernel"]["names"] == "('layers', 'mlp', 'embed')"

@@ -250,7 +250,6 @@ def test_dispatch_forms_give_equal_values_and_gradients(router):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("300")
 @pytest.mark.parametrize("count", [3, 300, 768])
 def test_router_logits_and_top_k_are_right_for_any_number_of_experts(count):
     """Of many a few columns at a time; and the choice among equals is the first, as a sort has
@@ -347,7 +346,7 @@ PAIRS = [(Top2(), "scatter"), (Switch(), "einsum"), (TopK(2), "scatter")]
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("3-with tensor, automatic")
+@pytest.mark.sentinel("6-both axes")
 @pytest.mark.parametrize(("number", "mesh"), list(enumerate(MESHES)))
 def test_experts_on_every_mesh_match_one_device(on_one_device, number, mesh):
     router, form = PAIRS[number % 3]
@@ -494,6 +493,7 @@ def test_experts_over_partly_manual_axes_are_refused(mesh, rules, manual):
     )
 
 
+@pytest.mark.long
 def test_expert_weights_that_are_not_sharded_are_refused():
     """The rule asks for an axis, and the parameter was named otherwise: that is an error, never a
     layer without it.
@@ -547,6 +547,7 @@ def test_expert_weights_that_are_not_sharded_are_refused_by_every_step():
             step.trace(state, jnp.ones((8, 2, 4)))
 
 
+@pytest.mark.long
 def test_experts_work_in_a_linen_module():
     """Its boxes name the experts, and the step's form is as one device's."""
 
@@ -697,7 +698,6 @@ def test_translation_on_eight_devices_matches_one_device():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("lamb")
 @pytest.mark.parametrize(
     "optimizer", [optax.adafactor(0.1), optax.lamb(0.1)], ids=["adafactor", "lamb"]
 )
@@ -736,7 +736,6 @@ def test_per_layer_and_expert_optimizer_state_is_sharded_like_experts():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("models.moe-MoE")
 @pytest.mark.parametrize(("model", "kind"), [(decoder, "MoE"), (translation, "Translation")])
 def test_moe_models_fused_loss_equals_the_plain_loss(model, kind):
     tokens = np.random.default_rng(0).integers(0, 30, (2, 9))

@@ -158,7 +158,6 @@ SEVERAL = {
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("scatters-data=2,fsdp=2,model=2")
 @pytest.mark.parametrize("mesh", [THREE, "model=2,fsdp=2,data=2"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_lookups_on_three_mesh_axes_equal_one_device(loss, mesh):

@@ -102,7 +102,7 @@ STRATEGIES = {
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("one pod")
+@pytest.mark.sentinel("integers")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_onebit_adam_equals_adam_until_the_freeze_then_keeps_errors(name):
     strategy = sl.Strategy(rules=RULES, **STRATEGIES[name])
@@ -151,6 +151,7 @@ def test_onebit_adam_equals_adam_until_the_freeze_then_keeps_errors(name):
         )
 
 
+@pytest.mark.long
 def test_onebit_adam_leaves_exact_parameters_to_plain_adam():
     strategy = sl.Strategy(
         rules=RULES, mesh="pod=1,data=8,model=1", exchange=OneBit("data", exact=("table", "u.*"))
@@ -262,6 +263,7 @@ def test_onebit_step_reports_the_first_nonfinite_parameter(clip):
     assert told == [(0, -1), (1, 2), (1, 1), (1, -1)]
 
 
+@pytest.mark.long
 def test_onebit_step_gradient_norm_is_the_same_with_x64_enabled():
     def norms():
         strategy = strategy_of_three(clip=1.0)

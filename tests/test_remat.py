@@ -45,7 +45,7 @@ def plain(config=CONFIG):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("stage 3-names", "split backward-names")
+@pytest.mark.sentinel("stage 3-selective", "pipeline-products")
 @pytest.mark.parametrize(
     "config, remat",
     [

@@ -251,7 +251,7 @@ def plain_step():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("stage 3, two microbatches")
+@pytest.mark.sentinel("overlap")
 @pytest.mark.parametrize(
     "options",
     [

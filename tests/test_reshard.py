@@ -194,7 +194,7 @@ def test_reshard_on_three_mesh_axes(ndim):
         check_pair(mesh, source, to, (8,) * ndim)
 
 
-@pytest.mark.long("{'x': 2, 'y': 4}-(2, 8)", "{'x': 1, 'y': 8}-(8, 16)")
+@pytest.mark.long("{'x': 2, 'y': 4}-(2, 8)", "{'x': 1, 'y': 8}-(8, 16)", "{'x': 2, 'y': 3}-(6, 12)")
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [

@@ -107,6 +107,7 @@ def test_dropout_differs_between_examples_and_steps():
     assert len(set(drawn)) == 3
 
 
+@pytest.mark.long
 def test_psum_inside_the_loss_is_exact():
     def by_global_count(model, batch, rng):
         """Divides by the number of tokens everywhere, itself: every device returns the loss of the
@@ -129,6 +130,7 @@ def test_psum_inside_the_loss_is_exact():
     chex.assert_trees_all_close(ours.params, theirs.params, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_train_step_accepts_a_scan_with_an_unvarying_carry():
     def loss(model, batch, rng):
         total, _ = lax.scan(
@@ -179,6 +181,7 @@ class WithNorm(nnx.Module):
         return self.norm(self.mlp(x))
 
 
+@pytest.mark.long
 def test_batch_norm_requires_the_data_axes_and_sees_the_whole_batch():
     with pytest.raises(
         ValueError, match="from the examples at hand: `norm/mean`, `norm/var`.*axis_name"
@@ -281,6 +284,7 @@ def test_gradient_of_a_parameter_split_over_data_stays_local():
     assert state.params["own"].sharding.spec == P("data", None)
 
 
+@pytest.mark.long
 def test_train_step_equals_a_plain_jit_with_annotations():
     optimizer = optax.adamw(1e-2)
     state = sl.init(make(), optimizer, sl.Strategy(mesh="data=4,model=2", rules=RULES))
@@ -305,6 +309,7 @@ def test_train_step_equals_a_plain_jit_with_annotations():
     chex.assert_trees_all_close(params, expected.params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_loss_does_not_depend_on_the_layout_rules():
     others = (RULES, RULES | sl.AxisRules(act_mlp=None), RULES | sl.AxisRules(mlp=None))
     strategies = [sl.Strategy(mesh="data=2,model=4", rules=rules) for rules in others]
@@ -358,6 +363,7 @@ def both_means(model, batch, rng):
     }
 
 
+@pytest.mark.long
 def test_weighted_means_add_up_each_with_its_own_weight():
     testing.check_step(make(), optax.sgd(0.1), both_means, BATCH, RULES, meshes=["data=4,model=2"])
     strategy = sl.Strategy(mesh="data=8,model=1", rules=RULES)
@@ -397,6 +403,7 @@ def test_gradients_in_bfloat16_accumulate_in_float32():
     assert state.params["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.long
 def test_train_step_may_be_called_inside_a_larger_jit():
     strategy = sl.Strategy(mesh="data=4,model=2", rules=RULES)
     state, step = sl.init(make(), optax.sgd(0.1), strategy), sl.train_step(masked_loss, strategy)
@@ -537,6 +544,7 @@ def test_train_step_refuses_a_state_of_another_strategy_or_no_optimizer():
         sl.train_step(plain_loss, STRATEGY)(sl.init(make(), None, STRATEGY), BATCH)
 
 
+@pytest.mark.long
 def test_remat_recomputes_activations_and_keeps_the_result():
     class Rematerialized(MLP):
         def __call__(self, x):
@@ -564,6 +572,7 @@ class WithMemory(nnx.Module):
         return self.mlp(x)
 
 
+@pytest.mark.long
 def test_model_state_drawn_per_example_is_refused_and_shared_draws_kept():
     def loss(model, batch, rng):
         model.seen[...] = model.seen[...] + jax.random.uniform(rng, model.seen.shape)
@@ -638,6 +647,7 @@ def test_complex_parameters_train_like_plain_jax():
         run(make_tree, lambda model, batch, rng: jnp.sum(model["w"]))
 
 
+@pytest.mark.long
 def test_parameters_split_over_a_data_axis_are_refused_by_default():
     make_tree = lambda: sl.annotate({"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, {"b": P("data")})
     loss = lambda model, batch, rng: jnp.mean((batch["x"] @ model["w"] + model["b"]) ** 2)
@@ -693,6 +703,7 @@ def test_train_step_refuses_a_donated_state():
         step(state, BATCH)
 
 
+@pytest.mark.long
 def test_strategy_scope_shards_arrays_made_outside_it():
     state = sl.init(make(), None, STRATEGY)
     x = jnp.asarray(BATCH["x"])
@@ -703,6 +714,7 @@ def test_strategy_scope_shards_arrays_made_outside_it():
         np.testing.assert_allclose(found, MLP(nnx.Rngs(0))(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_strategy_scope_nests_only_within_the_same_strategy():
     def loss(model, batch, rng):
         with STRATEGY.scope():
@@ -784,6 +796,7 @@ def test_public_functions_explain_common_mistakes(call, message):
         call()
 
 
+@pytest.mark.long
 def test_check_step_compares_untrained_state():
     def loss(model, batch, rng):
         axes = ("data",) if jax.sharding.get_abstract_mesh().manual_axes else ()

@@ -133,7 +133,6 @@ def test_sequence_parallelism_on_gpus_gathers_and_scatters_in_every_layer():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("1-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_gradient_exchange_runs_once_and_sends_no_weight_over_tensor_axis(platform, accumulate):

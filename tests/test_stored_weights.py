@@ -264,6 +264,7 @@ def test_zero_keeps_a_counter_that_layers_increment_in_a_scan(stage):
     assert int(state.rest["count"]) == 3
 
 
+@pytest.mark.long
 def test_zero_weight_without_gradient_works_in_a_while_loop():
     def loss(model, x, rng):
         in_, start = lax.stop_gradient(model["in"]), (0, jnp.ones(16))

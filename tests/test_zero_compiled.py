@@ -238,7 +238,6 @@ def test_in_pieces_handles_pieces_of_unequal_size(rows, count):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_layer_by_layer_equals_one_device(stage):
     options = {"zero": sl.Zero(stage, bucket_bytes=2**16)}
