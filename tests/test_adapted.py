@@ -74,7 +74,7 @@ def everywhere(model, x, rng):
     return jnp.mean(folded(y) ** 2)
 
 
-@pytest.mark.long("options1", "options0")
+@pytest.mark.long("options1", "options0", "options2")
 @pytest.mark.parametrize(
     "options", [{}, {"zero": sl.Zero(3, small=0), "accumulate": [1, 2]}, {"manual": ()}]
 )

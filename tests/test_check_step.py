@@ -206,7 +206,6 @@ def test_check_step_does_not_accept_nan_as_rounding():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("meshes1")
 @pytest.mark.parametrize("meshes", [None, ["data=4,tensor=2"]])
 def test_check_step_takes_parameter_specs_on_axes_without_rules(meshes, monkeypatch):
     two = jax.devices()[:2]

@@ -128,9 +128,7 @@ def reference(arrays, errors, codec, shared=1):
 
 @pytest.mark.long
 @pytest.mark.sentinel(
-    "axis2-shared2-Integers(bits=4, block=8)",
-    "b-shared3-Integers(bits=4, block=8)",
-    "a-shared4-Signs(scale='mean', block=2048)",
+    "b-shared3-Integers(bits=4, block=8)", "a-shared4-Signs(scale='mean', block=2048)"
 )
 @pytest.mark.parametrize("codec", [Signs(), Signs("rms"), Integers(4, block=8)], ids=repr)
 @pytest.mark.parametrize(

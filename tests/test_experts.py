@@ -69,7 +69,13 @@ def algorithm_1(gates, capacity, drawn):
 
 
 @pytest.mark.long(
-    "0.25-scatter", "0.6-scatter", "0.6-einsum", "1.0-scatter", "4.0-scatter", "0.25-einsum"
+    "0.25-scatter",
+    "0.6-scatter",
+    "0.6-einsum",
+    "1.0-scatter",
+    "4.0-scatter",
+    "0.25-einsum",
+    "1.0-einsum",
 )
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
 @pytest.mark.parametrize("capacity", [0.25, 0.6, 1.0, 4.0])

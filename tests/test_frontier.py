@@ -187,6 +187,7 @@ def test_advice_where_a_step_does_not_fit_is_a_value_that_fits(remat, monkeypatc
     assert after.fits and after.flops.recomputed < 2 * LAYERS * MATRIX_FLOPS
 
 
+@pytest.mark.long
 def test_advice_where_memory_is_left_is_a_value_that_fits(monkeypatch):
     of_size(90 * 2**20, monkeypatch)
     plan = total_of("full")

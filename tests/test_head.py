@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("simulators")
     "automatic-reference-data",
     *(f"own-reference-{over}" for over in ("data", "model", None)),
     *(f"own-tpu_simulated-{over}" for over in ("data", "model", None)),
+    "automatic-reference-model",
 )
 @pytest.mark.parametrize("over", ["data", "model", None])
 @pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])

@@ -92,7 +92,10 @@ LENGTHS = [
 
 
 @pytest.mark.long(
-    "gpu_simulated-72-norm", "gpu_simulated-10244-softmax", "gpu_simulated-10244-norm"
+    "gpu_simulated-72-norm",
+    "gpu_simulated-10244-softmax",
+    "gpu_simulated-10244-norm",
+    "gpu_simulated-72-softmax",
 )
 @every_op
 @pytest.mark.parametrize(

@@ -316,6 +316,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.long("cpu-data=2,fsdp=2,model=2-rules4")
 @pytest.mark.parametrize("machine, mesh, rules", TARGETS)
 def test_lookups_compile_for_every_machine_and_never_gather_the_vocabulary(machine, mesh, rules):
     devices = sl.make_mesh(

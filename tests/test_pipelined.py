@@ -149,11 +149,7 @@ def test_pipelined_step_on_eight_stages_and_on_a_single_stage(alone):
     assert_alike(stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=pipeline.GPipe(1, 8))), alone)
 
 
-@pytest.mark.long(
-    "ZBV(stages=2, microbatches=8, costs=Costs(forward=1.0, backward=1.0, weights=1.0, send=0.0, kept=1.0), paired=False)",
-    "Interleaved(stages=2, microbatches=8, chunks=2, paired=False)",
-    "GPipe(stages=2, microbatches=8, paired=False)",
-)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -573,6 +569,7 @@ def lowered(platform, microbatches, schedule=pipeline.OneFOneB):
     return strategy.device_mesh, sl.train_step(gpt.loss, strategy).lower(state, {"tokens": tokens})
 
 
+@pytest.mark.long("cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_pipelined_step_compiles_to_one_permute_each_way_and_flat_memory(platform):
     memory = {}

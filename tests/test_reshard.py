@@ -185,7 +185,7 @@ def test_reshard_never_moves_more_bytes_than_the_partitioner():
     assert less >= 20
 
 
-@pytest.mark.long("3")
+@pytest.mark.long("3", "2")
 @pytest.mark.parametrize("ndim", [2, 3])
 def test_reshard_on_three_mesh_axes(ndim):
     sizes = {"x": 2, "y": 2, "z": 2}

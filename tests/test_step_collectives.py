@@ -69,6 +69,7 @@ def sent(found):
     return dict(total)
 
 
+@pytest.mark.long("cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_tensor_parallelism_is_two_all_reduces_per_layer_and_direction(platform):
     state, found = compile_step(mesh_on(platform, "data=2,model=4"), TENSOR)

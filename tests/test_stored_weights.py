@@ -232,7 +232,7 @@ def test_zero_weights_are_whole_wherever_a_loss_uses_them(use, zero, accumulate,
     assert largest > 1e-3
 
 
-@pytest.mark.long("2")
+@pytest.mark.long("2", "3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_with_complex_weights_and_derived_state_equals_one_device(stage):
     def loss(model, x, rng):

@@ -95,6 +95,7 @@ def run(mesh, precision, stage, steps=3, **options):
     "3-pod=1,data=8,model=1-1",
     "3-pod=2,data=2,model=2-2",
     "1-pod=2,data=2,model=2-2",
+    "0-pod=2,data=2,model=2-1",
 )
 @pytest.mark.parametrize(
     ("stage", "mesh", "accumulate"),

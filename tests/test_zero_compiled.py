@@ -70,6 +70,7 @@ def test_zero_stages_send_the_bytes_of_the_paper(platform, stage, accumulate, ga
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
 
 
+@pytest.mark.long("1-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_overlapped_exchange_sends_the_same_bytes_layer_by_layer(platform, stage):
@@ -155,6 +156,7 @@ def test_hybrid_sharding_sums_shards_across_pods_once_a_step(platform, accumulat
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
 
 
+@pytest.mark.long("cpu")
 @pytest.mark.parametrize("platform", OFF_THE_CHIP)
 def test_zero_memory_at_rest_and_within_a_step_matches_the_stage(platform):
     kinds = {
