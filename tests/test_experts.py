@@ -248,10 +248,11 @@ def test_dispatch_forms_give_equal_values_and_gradients(router):
             )
         return (y * jnp.arange(6)).sum() + told.balance.total, (y, told)
 
-    found = [
-        jax.value_and_grad(partial(total, form), (0, 1, 2), has_aux=True)(x, gate, weights)
+    both = [
+        jax.value_and_grad(partial(total, form), (0, 1, 2), has_aux=True)
         for form in ("scatter", "einsum")
     ]
+    found = [jax.jit(function)(x, gate, weights) for function in both]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *found)
 
 
@@ -378,12 +379,12 @@ def test_experts_with_zero_match_one_device(on_one_device, stage):
 
 
 @pytest.mark.long
-def test_experts_with_microbatches_match_the_whole_batch():
+def test_experts_with_microbatches_match_the_whole_batch(on_one_device):
     """Groups and capacities are those of a sequence, so microbatches change nothing but the mean of
     the balance.
     """
     config = replace(CONFIG, router=Top2(), balance=0.0)
-    whole = after_a_step(config, *MESHES["one axis"])[0]
+    whole = on_one_device(config)
     parts = after_a_step(config, *MESHES["one axis"], accumulate=2)[0]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), whole[0], parts[0])
     np.testing.assert_allclose(whole[1]["load"], parts[1]["load"], rtol=1e-5)
@@ -600,8 +601,11 @@ MACHINES = [
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("manual", [None, ()], ids=["step", "annotations"])
-@pytest.mark.parametrize("form", ["scatter", "einsum"])
+@pytest.mark.parametrize(
+    ("form", "manual"),
+    [("scatter", None), ("einsum", ())],
+    ids=["scatter-step", "einsum-annotations"],
+)
 def test_experts_compile_to_the_collectives_of_the_paper(machine, manual, form):
     """Two all-to-alls a layer forward and two backward, of the places of a device's tokens; and
     each weight's sum.

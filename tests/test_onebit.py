@@ -86,7 +86,6 @@ gradient_of = jax.jit(jax.grad(lambda params, batch: loss(params, batch, None)))
 PODS = "pod=2,data=2,model=2"
 STRATEGIES = {
     "every device a worker": dict(mesh="pod=1,data=8,model=1", exchange=OneBit("data")),
-    "pods": dict(mesh=PODS, exchange=OneBit("pod")),
     "pods, stage 1": dict(mesh=PODS, exchange=OneBit("pod"), zero=sl.Zero(1, small=0)),
     "pods, stage 2, accumulated": dict(
         mesh=PODS, exchange=OneBit("pod"), zero=sl.Zero(2, small=0), accumulate=2
