@@ -95,7 +95,7 @@ def plan_here(monkeypatch, capsys):
             with (
                 contextlib.redirect_stdout(log),
                 contextlib.redirect_stderr(log),
-                warnings.catch_warnings(action="default"),
+                warnings.catch_warnings(action="ignore"),
             ):
                 return main(argv)
 
@@ -129,6 +129,7 @@ def test_plan_command_plans_a_run_with_its_own_mesh(steps, name, options, mesh, 
     assert (found["name"], found["mesh"]) == ("a run", mesh)
 
 
+@pytest.mark.long
 def test_plan_command_plans_a_trainer_config(tmp_path, plan_here):
     own = tmp_path / "small.py"
     own.write_text(SMALL_RUN)
