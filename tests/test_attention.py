@@ -314,7 +314,7 @@ PLACES = (
 
 
 @pytest.mark.long
-@pytest.mark.sentinel(*(f"{layout}-{where}" for layout, where in PLACES[3::2]))
+@pytest.mark.sentinel(*(f"{layout}-{where}" for layout, where in PLACES[5::2]))
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_on_shards_matches_one_device(layout, where):

@@ -298,7 +298,7 @@ def gradient_of(loss, make_model, mesh="data=8", **options):
     return np.asarray(state.opt_state["table"], np.float64)
 
 
-@pytest.mark.long("computed-True", "cast-False", "computed-False")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("narrow", "tied"), [("computed", True), ("computed", False), ("stored", True), ("cast", False)]
 )

@@ -69,6 +69,7 @@ def test_codecs_encode_to_the_stated_size_with_bounded_error(codec, shape, seed,
         ).all()
 
 
+@pytest.mark.long
 def test_sign_codec_packs_eight_signs_into_a_byte():
     rows = normal(3, 800)
     code = np.asarray(Signs().encode(jnp.asarray(rows)).code)
@@ -127,9 +128,7 @@ def reference(arrays, errors, codec, shared=1):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel(
-    "b-shared3-Integers(bits=4, block=8)", "a-shared4-Signs(scale='mean', block=2048)"
-)
+@pytest.mark.sentinel("b-shared3-Integers(bits=4, block=8)")
 @pytest.mark.parametrize("codec", [Signs(), Signs("rms"), Integers(4, block=8)], ids=repr)
 @pytest.mark.parametrize(
     ("axis", "shared"),

@@ -180,6 +180,8 @@ def whole(loss):
     "by einsum",
     "a mean by hand",
     "labels",
+    "inner gradients of each",
+    "labels of a sequence",
 )
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
 def test_uncoupled_loss_is_not_warned_about_and_matches_one_device(loss):

@@ -594,7 +594,7 @@ def test_fit_refuses_a_wrong_step_or_loop_by_name():
 # Evaluation.
 
 
-@pytest.mark.long("data=8-options0", "data=4,model=2-options1", "data=8-options2")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

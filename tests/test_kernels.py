@@ -53,6 +53,8 @@ pytestmark = pytest.mark.usefixtures("simulators")
     "float32-softmax-tpu_simulated",
     "bfloat16-head-tpu_simulated",
     "float16-head-reference",
+    "bfloat16-norm-tpu_simulated",
+    "bfloat16-norm-gpu_simulated",
 )
 @every
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -505,7 +505,7 @@ def test_bf16_precision_gives_the_loss_bfloat16_of_float32_masters(stage, reduce
     np.testing.assert_allclose(losses, in_bfloat16(0)[0], rtol=2e-2)
 
 
-@pytest.mark.long("2")
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_bf16_precision_warns_of_a_product_in_a_wider_dtype(accumulate):
     with pytest.warns(

@@ -57,6 +57,7 @@ def moved(size, devices):
     return size * (devices - 1) // devices
 
 
+@pytest.mark.long("2-2-1-2-cpu", "1-2-1-1-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(
     "stage, accumulate, gathers, scatters", [(1, 2, 1, 1), (2, 2, 1, 2), (3, 1, 2, 1), (3, 2, 4, 2)]
@@ -70,7 +71,7 @@ def test_zero_stages_send_the_bytes_of_the_paper(platform, stage, accumulate, ga
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
 
 
-@pytest.mark.long("1-cpu")
+@pytest.mark.long("1-cpu", "0-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_overlapped_exchange_sends_the_same_bytes_layer_by_layer(platform, stage):
