@@ -58,6 +58,13 @@ def both_ways(function, arrays, options, cotangents):
     return results, back((cotangents[0].astype(results[0].dtype), finite))[0]
 
 
+def compiled(function, arrays, options, cotangents):
+    """The same by one program, where each operation by itself would be compiled otherwise."""
+    return jax.jit(lambda *given: both_ways(function, given[0], options, given[1]))(
+        arrays, cotangents
+    )
+
+
 def attend(arrays, options):
     return kernels.attention(**arrays, **options, with_lse=True)
 
@@ -74,12 +81,10 @@ def check(arrays, options, implementation, dtype="float32", tolerance=None):
     cotangents = random.normal(size=shape), random.normal(size=shape[:3])
     arrays = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
     chosen = {**options, "implementation": implementation}
-    found = jax.jit(lambda arrays, c: both_ways(attend, arrays, chosen, c))(
-        arrays, jax.tree.map(jnp.float32, cotangents)
-    )
+    found = compiled(attend, arrays, chosen, jax.tree.map(jnp.float32, cotangents))
     with jax.enable_x64():
         wide = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
-        wanted = jax.tree.map(np.asarray, both_ways(plain, wide, options, cotangents))
+        wanted = jax.tree.map(np.asarray, compiled(plain, wide, options, cotangents))
     (y, lse), gradients = found
     (wanted_y, wanted_lse), wanted_gradients = wanted
     tolerance = tolerance or 6 * ROUNDING[dtype]

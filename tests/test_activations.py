@@ -101,7 +101,7 @@ def test_activations_save_only_their_arguments_for_backward(form, activation, dt
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("silu-glu", "gelu_tanh-activate")
+@pytest.mark.sentinel("silu-glu")
 @every_form
 @every_activation
 def test_activations_have_second_derivatives_in_forward_and_reverse_mode(form, activation):

@@ -74,7 +74,7 @@ def everywhere(model, x, rng):
     return jnp.mean(folded(y) ** 2)
 
 
-@pytest.mark.long("options1", "options0")
+@pytest.mark.long("options1", "options0", "options2")
 @pytest.mark.parametrize(
     "options", [{}, {"zero": sl.Zero(3, small=0), "accumulate": [1, 2]}, {"manual": ()}]
 )
@@ -212,6 +212,7 @@ def test_axis_name_batch_stands_for_the_data_axes(rules, meshes, options):
     check(centred, rules, meshes, **options)
 
 
+@pytest.mark.long
 def test_axis_name_batch_works_in_all_gather_and_pmax():
     def loss(model, x, rng):
         y = x @ model["w"]
@@ -223,6 +224,7 @@ def test_axis_name_batch_works_in_all_gather_and_pmax():
     check(loss, TWO, ["pod=2,data=2,model=1"])
 
 
+@pytest.mark.long
 def test_axis_name_batch_means_a_mesh_axis_of_that_name():
     rules = sl.AxisRules(batch="batch", embed=None, mlp="model")
     check(centred, rules, ["batch=2,model=2"])

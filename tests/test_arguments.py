@@ -49,6 +49,7 @@ def test_argument_fuzzer_base_calls_work(names):
             eval(call.written({}), dict(names))
 
 
+@pytest.mark.long
 def test_argument_fuzzer_calls_work_or_are_refused_clearly():
     found = strangers.run(900, seed=0)
     assert found.failures == () and found.ran + found.refused == found.drawn == 900

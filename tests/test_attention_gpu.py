@@ -108,6 +108,7 @@ def seen_columns(band, span, columns):
     return seen
 
 
+@pytest.mark.long
 def test_attention_band_blocks_cover_every_visible_position():
     bound = st.none() | st.integers(0, 9)
 

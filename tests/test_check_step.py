@@ -91,7 +91,7 @@ def check(loss, make_model=make, optimizer=None, rules=RULES, meshes=WHERE, batc
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("alike-loss|gradients-bf16", "one_left_out-loss|gradients-float32")
+@pytest.mark.sentinel("one_left_out-loss|gradients-float32")
 @pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
 @pytest.mark.filterwarnings("ignore:The loss is a sum")
 @pytest.mark.parametrize(
@@ -114,7 +114,6 @@ def test_check_step_reports_errors_larger_than_rounding(loss, kind, precision):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("float32-bf16")
 @pytest.mark.parametrize(("stored", "precision"), [("float32", "bf16"), ("bfloat16", "float32")])
 def test_check_step_accepts_rounding(stored, precision):
     of_dtype = lambda: jax.tree.map(lambda x: x.astype(stored), make())
@@ -140,6 +139,7 @@ def test_check_step_accepts_rounding_amplified_by_the_optimizer():
     assert 1e-5 < found.gradients < 1e-3
 
 
+@pytest.mark.long
 def test_check_step_applies_the_given_tolerance_and_refuses_bad_values():
     with pytest.raises(AssertionError, match="where 1.0e-08 is allowed"):
         check(right, precision="bf16", tolerance=1e-8, steps=1)
@@ -148,6 +148,7 @@ def test_check_step_applies_the_given_tolerance_and_refuses_bad_values():
             check(right, tolerance=tolerance)
 
 
+@pytest.mark.long
 def test_check_step_shows_the_worst_entries_with_their_index():
     def loss(model, batch, rng):
         wrong = jnp.zeros((8, 16)).at[5, 11].set(1e-3).at[2, 3].set(5e-4) * (devices() - 1)
@@ -169,6 +170,7 @@ def test_check_step_shows_the_worst_entries_with_their_index():
     assert "`0/mu/up`" in others
 
 
+@pytest.mark.long
 def test_check_step_blames_the_earliest_and_largest_difference():
     """Of a loss that draws otherwise the draws; of one that is wrong in two gradients the farther
     one.
@@ -195,6 +197,7 @@ def test_check_step_blames_the_earliest_and_largest_difference():
         check(two, steps=1)
 
 
+@pytest.mark.long
 def test_check_step_does_not_accept_nan_as_rounding():
     with pytest.raises(
         AssertionError, match="(?s)differs from one device by nan.*not finite either"
@@ -203,7 +206,6 @@ def test_check_step_does_not_accept_nan_as_rounding():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("meshes1")
 @pytest.mark.parametrize("meshes", [None, ["data=4,tensor=2"]])
 def test_check_step_takes_parameter_specs_on_axes_without_rules(meshes, monkeypatch):
     two = jax.devices()[:2]
@@ -221,6 +223,7 @@ def make_plain():
     return {"up": 0.3 * normal(0, 8, 16), "down": 0.3 * normal(1, 16, 8)}
 
 
+@pytest.mark.long
 def test_check_step_takes_mesh_axes_that_only_the_model_mentions():
     def split(model, batch, rng):
         return right(
@@ -295,7 +298,7 @@ def gradient_of(loss, make_model, mesh="data=8", **options):
     return np.asarray(state.opt_state["table"], np.float64)
 
 
-@pytest.mark.long("computed-True", "cast-False", "computed-False")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("narrow", "tied"), [("computed", True), ("computed", False), ("stored", True), ("cast", False)]
 )
@@ -369,7 +372,6 @@ def dropped(model, batch, rng):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("options0")
 @pytest.mark.parametrize(
     "options", [{"zero": sl.Zero(3, small=0), "accumulate": 2, "clip": 1.0}, {"manual": ()}]
 )
@@ -526,6 +528,7 @@ def telling(model, batch, rng):
     return right(model, batch, rng)
 
 
+@pytest.mark.long("telling")
 @pytest.mark.parametrize("loss", [calling_back, telling])
 def test_train_step_refuses_python_callbacks_on_automatic_axes(loss):
     with pytest.raises(ValueError, match=r"calls back into Python .*`Strategy\(manual=\(\)\)`"):

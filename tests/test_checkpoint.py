@@ -4,6 +4,7 @@ apart by name.
 
 import contextlib
 import ctypes
+import functools
 import gc
 import inspect
 import json
@@ -55,6 +56,11 @@ def start(strategy, config=CONFIG, optimizer=None, **options):
     )
 
 
+@functools.cache
+def step_of(name):
+    return sl.train_step(gpt.loss, STRATEGIES[name])
+
+
 def bits(state):
     words = [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
@@ -66,8 +72,7 @@ def bits(state):
 @pytest.fixture(scope="module")
 def trained():
     """A state after two steps, and after one more."""
-    strategy = STRATEGIES["data and tensor"]
-    state, step = start(strategy), sl.train_step(gpt.loss, strategy)
+    state, step = start(STRATEGIES["data and tensor"]), step_of("data and tensor")
     for _ in range(2):
         state, _ = step(state, BATCH)
     return state
@@ -77,7 +82,7 @@ def trained():
 def saved(trained, tmp_path_factory):
     """A folder with the checkpoints of steps 2 and 3."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    state, step = trained, sl.train_step(gpt.loss, STRATEGIES["data and tensor"])
+    state, step = trained, step_of("data and tensor")
     with sl.Checkpoints(folder) as checkpoints:
         checkpoints.save(state, data={"batches": 2, "source": None}, about={"name": "first"})
         before = bits(state)
@@ -115,8 +120,10 @@ def folder(saved, tmp_path, failing_reads):
 @pytest.fixture(scope="module", autouse=True)
 def no_failed_read_is_left():
     """Whatever is left is not the business of the tests in the next file."""
+    gc.freeze()  # what the files before made is not looked through again and again
     yield
     drop_failed_reads()
+    gc.unfreeze()
 
 
 @pytest.mark.long
@@ -137,7 +144,7 @@ def test_checkpoints_restore_every_bit_onto_any_mesh_and_zero_stage(saved, name)
     )
     there = jax.tree.map(lambda x: x.sharding, restored.state)
     assert jax.tree.leaves(there) == [x.sharding for x in jax.tree.leaves(like)]
-    state, metrics = sl.train_step(gpt.loss, STRATEGIES[name])(restored.state, BATCH)
+    state, metrics = step_of(name)(restored.state, BATCH)
     assert int(state.step) == 4 and np.isfinite(metrics["loss"])
 
 
@@ -227,7 +234,6 @@ def restored_from(folder):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("unlink-about-what it says of itself is not what was written")
 @pytest.mark.parametrize(
     ("damage", "where", "said"),
     [
@@ -357,6 +363,7 @@ with sl.Checkpoints(sys.argv[1]) as checkpoints:
 """
 
 
+@pytest.mark.long
 def test_checkpoint_save_that_fails_half_way_keeps_the_last_good(tmp_path):
     # In a process of its own, for what Orbax's threads leave behind when they fail.
     run = subprocess.run(

@@ -1,6 +1,7 @@
 """Options that a step sets for the compiler of its devices, and what becomes of programs by them."""
 
 import collections
+import dataclasses
 import re
 
 import jax
@@ -16,7 +17,7 @@ from shardlib.step import _compiler_options
 from shardlib.step._compiler_options import compiler_options
 
 CONFIG = gpt.GPTConfig(
-    layers=3, width=1024, heads=8, context=512, vocab=2048, norm="rms", mlp="swiglu", tied=False,
+    layers=3, width=512, heads=4, context=256, vocab=512, norm="rms", mlp="swiglu", tied=False,
     bias=False,
 )  # fmt: skip
 PREFIX = "xla_tpu_enable_sparse_core_collective_offload"
@@ -28,13 +29,13 @@ def strategy_on(target, **options):
     return sl.Strategy(mesh=mesh, rules=sl.rules.data, **options)
 
 
-def step_of(strategy):
+def step_of(strategy, config=CONFIG):
     """The step of a small decoder, and what it takes."""
     state = sl.init(
-        lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), optax.adam(1e-3), strategy, abstract=True
+        lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.adam(1e-3), strategy, abstract=True
     )
     examples = strategy.device_mesh.size
-    batch = {"tokens": jax.ShapeDtypeStruct((examples, CONFIG.context + 1), "int32")}
+    batch = {"tokens": jax.ShapeDtypeStruct((examples, config.context + 1), "int32")}
     return sl.train_step(gpt.loss, strategy), state, batch
 
 
@@ -82,7 +83,8 @@ def test_compiler_options_are_empty_on_devices_without_sparse_cores(target):
 @pytest.mark.tpu_compiler
 def test_compiler_options_that_are_unknown_are_left_out_with_a_remark(monkeypatch):
     monkeypatch.setattr(_compiler_options, "_BY_SPARSE_CORES", ("reduce_scatter", "everything"))
-    step, state, batch = step_of(strategy_on("tpu:v5p:2x2x2"))
+    thin = dataclasses.replace(CONFIG, width=128, heads=2)
+    step, state, batch = step_of(strategy_on("tpu:v5p:2x2x2", zero=sl.Zero(3, small=0)), thin)
     plan = sl.plan(step, state, batch)
     assert plan.remarks[0] == (
         f"This compiler does not know the option `{PREFIX}_everything`, which is left out."

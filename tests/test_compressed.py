@@ -33,7 +33,6 @@ def on(mesh, function, *specs, out=WHOLE):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("Integers(bits=4, block=256)")
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 70)),
@@ -70,6 +69,7 @@ def test_codecs_encode_to_the_stated_size_with_bounded_error(codec, shape, seed,
         ).all()
 
 
+@pytest.mark.long
 def test_sign_codec_packs_eight_signs_into_a_byte():
     rows = normal(3, 800)
     code = np.asarray(Signs().encode(jnp.asarray(rows)).code)
@@ -95,6 +95,7 @@ def test_codecs_leave_masked_elements_out_of_scales():
     ]
 
 
+@pytest.mark.long("nan-Signs(scale='rms', block=16)", "nan-Signs(scale='mean', block=2048)")
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_codecs_keep_nonfinite_values_within_their_row(codec, bad):
@@ -127,11 +128,7 @@ def reference(arrays, errors, codec, shared=1):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel(
-    "axis2-shared2-Integers(bits=4, block=8)",
-    "b-shared3-Integers(bits=4, block=8)",
-    "a-shared4-Signs(scale='mean', block=2048)",
-)
+@pytest.mark.sentinel("b-shared3-Integers(bits=4, block=8)")
 @pytest.mark.parametrize("codec", [Signs(), Signs("rms"), Integers(4, block=8)], ids=repr)
 @pytest.mark.parametrize(
     ("axis", "shared"),

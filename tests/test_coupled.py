@@ -180,6 +180,8 @@ def whole(loss):
     "by einsum",
     "a mean by hand",
     "labels",
+    "inner gradients of each",
+    "labels of a sequence",
 )
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
 def test_uncoupled_loss_is_not_warned_about_and_matches_one_device(loss):
@@ -238,6 +240,7 @@ def test_coupled_loss_is_wrong_with_manual_axes_and_right_without(loss):
     )
 
 
+@pytest.mark.long
 def test_coupling_warnings_work_for_single_examples_and_microbatches():
     for strategy in (DATA, sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=2)):
         assert not traced(MEANS["a mean"], strategy, ROWS[:8])

@@ -711,6 +711,7 @@ def test_token_cache_is_built_by_only_one_of_several_processes(tmp_path, lines):
     assert len(list(cache.iterdir())) == 1
 
 
+@pytest.mark.long
 def test_token_cache_is_taken_over_from_a_killed_builder(tmp_path, lines, capsys):
     cache, count = tmp_path / "cache", tmp_path / "count"
     process = start(lines, cache, count, 2)
@@ -1015,6 +1016,7 @@ def test_bits_per_byte_follow_from_the_loss_and_the_text_size():
     ) == pytest.approx(2)
 
 
+@pytest.mark.long
 def test_data_package_loads_grain_and_pyarrow_only_when_needed():
     code = (
         "import sys; import shardlib.data._sequences; print('grain' in sys.modules, 'pyarrow' in "

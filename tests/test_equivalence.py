@@ -60,7 +60,7 @@ def check(make_model, loss, batch, rules, draw):
 
 
 @pytest.mark.long
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_mlp_under_random_rules_matches_one_device(data):
     draw = data.draw
@@ -98,7 +98,7 @@ PRESETS = {
 
 
 @pytest.mark.long
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_decoder_under_random_presets_matches_one_device(data):
     draw = data.draw

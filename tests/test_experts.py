@@ -69,7 +69,13 @@ def algorithm_1(gates, capacity, drawn):
 
 
 @pytest.mark.long(
-    "0.25-scatter", "0.6-scatter", "0.6-einsum", "1.0-scatter", "4.0-scatter", "0.25-einsum"
+    "0.25-scatter",
+    "0.6-scatter",
+    "0.6-einsum",
+    "1.0-scatter",
+    "4.0-scatter",
+    "0.25-einsum",
+    "1.0-einsum",
 )
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
 @pytest.mark.parametrize("capacity", [0.25, 0.6, 1.0, 4.0])
@@ -242,15 +248,15 @@ def test_dispatch_forms_give_equal_values_and_gradients(router):
             )
         return (y * jnp.arange(6)).sum() + told.balance.total, (y, told)
 
-    found = [
-        jax.value_and_grad(partial(total, form), (0, 1, 2), has_aux=True)(x, gate, weights)
+    both = [
+        jax.value_and_grad(partial(total, form), (0, 1, 2), has_aux=True)
         for form in ("scatter", "einsum")
     ]
+    found = [jax.jit(function)(x, gate, weights) for function in both]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *found)
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("300")
 @pytest.mark.parametrize("count", [3, 300, 768])
 def test_router_logits_and_top_k_are_right_for_any_number_of_experts(count):
     """Of many a few columns at a time; and the choice among equals is the first, as a sort has
@@ -347,7 +353,7 @@ PAIRS = [(Top2(), "scatter"), (Switch(), "einsum"), (TopK(2), "scatter")]
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("3-with tensor, automatic")
+@pytest.mark.sentinel("6-both axes")
 @pytest.mark.parametrize(("number", "mesh"), list(enumerate(MESHES)))
 def test_experts_on_every_mesh_match_one_device(on_one_device, number, mesh):
     router, form = PAIRS[number % 3]
@@ -373,12 +379,12 @@ def test_experts_with_zero_match_one_device(on_one_device, stage):
 
 
 @pytest.mark.long
-def test_experts_with_microbatches_match_the_whole_batch():
+def test_experts_with_microbatches_match_the_whole_batch(on_one_device):
     """Groups and capacities are those of a sequence, so microbatches change nothing but the mean of
     the balance.
     """
     config = replace(CONFIG, router=Top2(), balance=0.0)
-    whole = after_a_step(config, *MESHES["one axis"])[0]
+    whole = on_one_device(config)
     parts = after_a_step(config, *MESHES["one axis"], accumulate=2)[0]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), whole[0], parts[0])
     np.testing.assert_allclose(whole[1]["load"], parts[1]["load"], rtol=1e-5)
@@ -494,6 +500,7 @@ def test_experts_over_partly_manual_axes_are_refused(mesh, rules, manual):
     )
 
 
+@pytest.mark.long
 def test_expert_weights_that_are_not_sharded_are_refused():
     """The rule asks for an axis, and the parameter was named otherwise: that is an error, never a
     layer without it.
@@ -547,6 +554,7 @@ def test_expert_weights_that_are_not_sharded_are_refused_by_every_step():
             step.trace(state, jnp.ones((8, 2, 4)))
 
 
+@pytest.mark.long
 def test_experts_work_in_a_linen_module():
     """Its boxes name the experts, and the step's form is as one device's."""
 
@@ -593,8 +601,11 @@ MACHINES = [
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("manual", [None, ()], ids=["step", "annotations"])
-@pytest.mark.parametrize("form", ["scatter", "einsum"])
+@pytest.mark.parametrize(
+    ("form", "manual"),
+    [("scatter", None), ("einsum", ())],
+    ids=["scatter-step", "einsum-annotations"],
+)
 def test_experts_compile_to_the_collectives_of_the_paper(machine, manual, form):
     """Two all-to-alls a layer forward and two backward, of the places of a device's tokens; and
     each weight's sum.
@@ -697,7 +708,6 @@ def test_translation_on_eight_devices_matches_one_device():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("lamb")
 @pytest.mark.parametrize(
     "optimizer", [optax.adafactor(0.1), optax.lamb(0.1)], ids=["adafactor", "lamb"]
 )
@@ -736,7 +746,6 @@ def test_per_layer_and_expert_optimizer_state_is_sharded_like_experts():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("models.moe-MoE")
 @pytest.mark.parametrize(("model", "kind"), [(decoder, "MoE"), (translation, "Translation")])
 def test_moe_models_fused_loss_equals_the_plain_loss(model, kind):
     tokens = np.random.default_rng(0).integers(0, 30, (2, 9))

@@ -136,7 +136,7 @@ class Source(list):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("8", "11")
+@pytest.mark.sentinel("11")
 @pytest.mark.parametrize("count", [5, 8, 11])
 def test_fit_resumes_a_lost_run_to_the_identical_result(undisturbed, tmp_path, count):
     source = Source(text(), count)
@@ -594,7 +594,7 @@ def test_fit_refuses_a_wrong_step_or_loop_by_name():
 # Evaluation.
 
 
-@pytest.mark.long("data=8-options0", "data=4,model=2-options1")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -699,6 +699,7 @@ def test_json_lines_drop_damaged_records_and_keep_foreign_records(tmp_path, caps
         sl.JsonLines(path)({"step": 10, "crc32": "00000000"})
 
 
+@pytest.mark.long
 def test_fit_metrics_of_a_run_in_parts_equal_an_uninterrupted_run(undisturbed, tmp_path):
     lines = {}
     for name, parts in {"whole": [12], "parts": [6, 12]}.items():

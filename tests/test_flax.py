@@ -491,6 +491,7 @@ def test_dim_names_that_are_mesh_axes_mean_those_axes():
 # Models that are built outside `init`.
 
 
+@pytest.mark.long("flax")
 @pytest.mark.parametrize(
     "of", [lambda i, *n: nnx.with_partitioning(i, n), sl.logical], ids=["flax", "ours"]
 )

@@ -83,7 +83,6 @@ def test_flops_are_those_of_the_compiled_program(where, remat):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.sentinel("tensor-full")
 @pytest.mark.parametrize("remat", ["selective", "full"])
 @pytest.mark.parametrize("where", ["stage 3", "tensor"])
 def test_flops_are_those_of_the_tpu_compilers_program(where, remat):

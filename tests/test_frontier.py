@@ -71,6 +71,7 @@ def test_no_point_beats_another_one():
     assert points[0].again_flops == 2 * LAYERS * MATRIX_FLOPS
 
 
+@pytest.mark.long
 def test_points_that_are_not_compiled_have_the_products_of_those_that_are():
     found = sl.planning.frontier(*step_of(), "cpu:8")
     again = {remat_code(point.remat): point.again_flops for point in compiled_frontier().points}
@@ -161,6 +162,7 @@ def largest():
     return sl.planning.largest_microbatch(step, state, batch, "cpu:8", memory="120MiB")
 
 
+@pytest.mark.long
 def test_the_largest_microbatch_fits_and_the_next_does_not():
     found = largest()
     assert found.microbatch * found.accumulate == 4096
@@ -190,7 +192,7 @@ def taken(advice):
     return eval(code, {"sl": sl})
 
 
-@pytest.mark.long("dots")
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_advice_where_a_step_does_not_fit_is_a_value_that_fits(remat, monkeypatch):
     usable = 57 * 2**20
@@ -202,6 +204,7 @@ def test_advice_where_a_step_does_not_fit_is_a_value_that_fits(remat, monkeypatc
     assert after.fits and after.flops.recomputed < 2 * LAYERS * MATRIX_FLOPS
 
 
+@pytest.mark.long
 def test_advice_where_memory_is_left_is_a_value_that_fits(monkeypatch):
     of_size(90 * 2**20, monkeypatch)
     plan = total_of("full")
@@ -213,6 +216,7 @@ def test_advice_where_memory_is_left_is_a_value_that_fits(monkeypatch):
     assert f"spares {share:.1%}" in advice
 
 
+@pytest.mark.long
 def test_advice_where_nothing_helps_says_what_is_still_too_much(monkeypatch):
     of_size(20 * 2**20, monkeypatch)
     text = "\n".join(total_of("none").advice)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("simulators")
     "automatic-reference-data",
     *(f"own-reference-{over}" for over in ("data", "model", None)),
     *(f"own-tpu_simulated-{over}" for over in ("data", "model", None)),
+    "automatic-reference-model",
 )
 @pytest.mark.parametrize("over", ["data", "model", None])
 @pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
@@ -169,6 +170,7 @@ def test_linear_cross_entropy_is_nan_for_a_target_outside_the_vocabulary():
     assert np.isfinite(losses[0]) and np.isnan(losses[1]) and losses[2] == 0
 
 
+@pytest.mark.long
 def test_linear_cross_entropy_takes_uint8_targets():
     x, kernel = jnp.eye(4, 8), jnp.arange(2400.0).reshape(300, 8)
     whole = kernels.linear_cross_entropy(x, kernel, jnp.array([7, 8, 0, 255]))

@@ -304,6 +304,7 @@ def test_launch_explains_command_line_mistakes(argv, message, capsys):
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_launch_sigterm_stops_both_processes_after_the_same_step(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(TRAINING)

@@ -95,6 +95,7 @@ with _lock.hold(Path(sys.argv[1])) as claim:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not _lock._boot(), reason="needs Linux's /proc")
 def test_lock_of_a_stopped_process_is_stalled_and_its_loss_is_reported(lock):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

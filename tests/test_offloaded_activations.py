@@ -314,7 +314,6 @@ def test_a_program_keeps_on_the_host_what_was_named(target, zero, names):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.sentinel
 def test_inputs_are_copied_while_other_layers_are_computed():
     copies = host_copies(program("tpu:v5e:1x1", sl.Remat.offload("block_in")))
     in_loops = [copy for copy in copies if copy.times == DEEP]

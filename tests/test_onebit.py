@@ -86,7 +86,6 @@ gradient_of = jax.jit(jax.grad(lambda params, batch: loss(params, batch, None)))
 PODS = "pod=2,data=2,model=2"
 STRATEGIES = {
     "every device a worker": dict(mesh="pod=1,data=8,model=1", exchange=OneBit("data")),
-    "pods": dict(mesh=PODS, exchange=OneBit("pod")),
     "pods, stage 1": dict(mesh=PODS, exchange=OneBit("pod"), zero=sl.Zero(1, small=0)),
     "pods, stage 2, accumulated": dict(
         mesh=PODS, exchange=OneBit("pod"), zero=sl.Zero(2, small=0), accumulate=2
@@ -102,7 +101,7 @@ STRATEGIES = {
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("one pod")
+@pytest.mark.sentinel("integers")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_onebit_adam_equals_adam_until_the_freeze_then_keeps_errors(name):
     strategy = sl.Strategy(rules=RULES, **STRATEGIES[name])
@@ -151,6 +150,7 @@ def test_onebit_adam_equals_adam_until_the_freeze_then_keeps_errors(name):
         )
 
 
+@pytest.mark.long
 def test_onebit_adam_leaves_exact_parameters_to_plain_adam():
     strategy = sl.Strategy(
         rules=RULES, mesh="pod=1,data=8,model=1", exchange=OneBit("data", exact=("table", "u.*"))
@@ -262,6 +262,7 @@ def test_onebit_step_reports_the_first_nonfinite_parameter(clip):
     assert told == [(0, -1), (1, 2), (1, 1), (1, -1)]
 
 
+@pytest.mark.long
 def test_onebit_step_gradient_norm_is_the_same_with_x64_enabled():
     def norms():
         strategy = strategy_of_three(clip=1.0)

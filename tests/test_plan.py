@@ -97,7 +97,6 @@ def test_plan_attributes_the_heap_by_kind(on_cpu):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("1-none-cpu:8")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("accumulate, remat", [(1, "none"), (2, "full")])
 def test_plan_memory_kinds_add_up_to_the_compilers_total(target, accumulate, remat):
@@ -183,6 +182,7 @@ def test_plan_marks_collectives_between_slices_as_slow():
     assert "slow" in str(found) and "on the slow network: pod" in str(found)
 
 
+@pytest.mark.long
 def test_plan_collectives_name_the_users_source_line(on_cpu):
     [exchange] = on_cpu.collectives
     # The step's own: no line of a user's asks for it.

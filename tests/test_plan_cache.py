@@ -48,6 +48,7 @@ def test_plan_cache_compiles_a_step_only_once(tmp_path, monkeypatch):
     assert "by an earlier plan" in str(second) and "by an earlier plan" not in str(first)
 
 
+@pytest.mark.long
 def test_plan_cache_recompiles_for_another_program_or_flag(tmp_path, monkeypatch):
     planned(tmp_path)
     assert not planned(tmp_path, rows=16).compiled_before

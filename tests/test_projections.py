@@ -51,6 +51,7 @@ def assert_near(found, expected, tolerance):
     jax.tree.map(check, found, expected)
 
 
+@pytest.mark.long("float16-True", "float32-True")
 @pytest.mark.parametrize("joined", [True, False, None])
 @pytest.mark.parametrize("dtype", [*ROUNDING, "float64"])
 def test_projections_match_float64_values_and_gradients(dtype, joined):

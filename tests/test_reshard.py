@@ -185,7 +185,7 @@ def test_reshard_never_moves_more_bytes_than_the_partitioner():
     assert less >= 20
 
 
-@pytest.mark.long("3")
+@pytest.mark.long("3", "2")
 @pytest.mark.parametrize("ndim", [2, 3])
 def test_reshard_on_three_mesh_axes(ndim):
     sizes = {"x": 2, "y": 2, "z": 2}
@@ -194,7 +194,7 @@ def test_reshard_on_three_mesh_axes(ndim):
         check_pair(mesh, source, to, (8,) * ndim)
 
 
-@pytest.mark.long("{'x': 2, 'y': 4}-(2, 8)", "{'x': 1, 'y': 8}-(8, 16)")
+@pytest.mark.long("{'x': 2, 'y': 4}-(2, 8)", "{'x': 1, 'y': 8}-(8, 16)", "{'x': 2, 'y': 3}-(6, 12)")
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [

@@ -128,7 +128,6 @@ def test_rotate_adds_gradients_of_angles_over_devices_before_it_rounds(platform)
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.sentinel("tpu:v5e:2x2")
 @pytest.mark.parametrize("target", TPUS)
 def test_rotate_on_tpus_writes_no_halves(target):
     mesh = sl.Target(target).mesh("data=-1")

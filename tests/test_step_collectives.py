@@ -69,6 +69,7 @@ def sent(found):
     return dict(total)
 
 
+@pytest.mark.long("cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_tensor_parallelism_is_two_all_reduces_per_layer_and_direction(platform):
     state, found = compile_step(mesh_on(platform, "data=2,model=4"), TENSOR)
@@ -133,7 +134,6 @@ def test_sequence_parallelism_on_gpus_gathers_and_scatters_in_every_layer():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("1-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_gradient_exchange_runs_once_and_sends_no_weight_over_tensor_axis(platform, accumulate):

@@ -97,6 +97,7 @@ def test_strangers_mesh_case_detects_a_deviation_from_one_device(monkeypatch):
     assert _strangers_meshes.attempt(CASE).startswith("`up` is off by 0.001")
 
 
+@pytest.mark.long
 def test_strangers_blame_the_compiler_when_plain_jax_deviates_too(monkeypatch):
     case = dataclasses.replace(CASE, zero=0, manual=False)
     expected = _strangers_meshes.reference("tied", 32)

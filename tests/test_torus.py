@@ -143,7 +143,7 @@ def loss(model, x, rng):
     return jnp.mean(jax.lax.scan(layer, x, model)[0] ** 2)
 
 
-@pytest.mark.long("1-data=4,model=2", "3-data=8")
+@pytest.mark.long("1-data=4,model=2", "3-data=8", "1-data=8")
 @pytest.mark.parametrize("shape", ["data=8", "data=4,model=2"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_torus_train_step_equals_one_device(stage, shape, monkeypatch):

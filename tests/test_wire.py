@@ -95,6 +95,7 @@ def run(mesh, precision, stage, steps=3, **options):
     "3-pod=1,data=8,model=1-1",
     "3-pod=2,data=2,model=2-2",
     "1-pod=2,data=2,model=2-2",
+    "0-pod=2,data=2,model=2-1",
 )
 @pytest.mark.parametrize(
     ("stage", "mesh", "accumulate"),
@@ -115,6 +116,7 @@ def test_wire_dtype_step_stays_close_to_the_exact_step(stage, mesh, accumulate):
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_wire_dtype_bfloat16_loses_nothing_of_bfloat16_gradients(stage):
     """Over one axis, what is scattered is added up in float32 from what every device has."""
@@ -124,6 +126,7 @@ def test_wire_dtype_bfloat16_loses_nothing_of_bfloat16_gradients(stage):
         np.testing.assert_allclose(narrow[name], exact[name], rtol=0, atol=2e-4)
 
 
+@pytest.mark.long("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_wire_dtype_applies_to_the_whole_gradient(stage):
     _, _, (step, state, batch) = run(ONE_AXIS, sl.Precision(wire="bf16"), stage, steps=1)

@@ -167,7 +167,7 @@ def curves(stage):
 
 
 # All optimizers of a stage are one program.
-@pytest.mark.long(*(f"{name}-{stage}" for name in OPTIMIZERS for stage in (1, 2)))
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_zero_training_curves_equal_one_device(optimizer, stage):
@@ -228,7 +228,7 @@ def moved(group):
     return state, params
 
 
-@pytest.mark.long("adabelief", "scale_by_adamax", "scale_by_stddev", "flatten", "contrib.dog")
+@pytest.mark.long(*list(TRAINABLE)[AT_ONCE:])  # all but one program
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_zero_with_every_optax_optimizer_equals_one_device(name):
     state, expected = moved(list(TRAINABLE).index(name) // AT_ONCE)
@@ -420,6 +420,7 @@ def test_frozen_parameters_are_split_unchanged_and_without_optimizer_state():
     chex.assert_trees_all_equal(state.model["layers"], before.frozen["layers"])
 
 
+@pytest.mark.long
 def test_frozen_layers_pass_gradients_through():
     testing.check_step(mlp, optax.adam(1e-2), fit, X, RULES, zero=FULL, frozen=("layers", "bias"),
                        meshes=["data=4,model=2"], accumulate=(2,))  # fmt: skip
@@ -442,7 +443,7 @@ CLIPS = {
 }
 
 
-@pytest.mark.long("adaptive-3", "global norm-0")
+@pytest.mark.long("adaptive-3", "global norm-0", "global norm-3")
 @pytest.mark.parametrize(("clip", "stage"), [("global norm", 0), *((clip, 3) for clip in CLIPS)])
 def test_clipping_uses_the_whole_gradient(clip, stage):
     ours, optaxs = CLIPS[clip]
@@ -504,6 +505,7 @@ def test_bf16_precision_gives_the_loss_bfloat16_of_float32_masters(stage, reduce
     np.testing.assert_allclose(losses, in_bfloat16(0)[0], rtol=2e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_bf16_precision_warns_of_a_product_in_a_wider_dtype(accumulate):
     with pytest.warns(

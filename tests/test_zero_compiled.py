@@ -57,6 +57,7 @@ def moved(size, devices):
     return size * (devices - 1) // devices
 
 
+@pytest.mark.long("2-2-1-2-cpu", "1-2-1-1-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(
     "stage, accumulate, gathers, scatters", [(1, 2, 1, 1), (2, 2, 1, 2), (3, 1, 2, 1), (3, 2, 4, 2)]
@@ -70,6 +71,7 @@ def test_zero_stages_send_the_bytes_of_the_paper(platform, stage, accumulate, ga
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
 
 
+@pytest.mark.long("1-cpu", "0-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_overlapped_exchange_sends_the_same_bytes_layer_by_layer(platform, stage):
@@ -155,6 +157,7 @@ def test_hybrid_sharding_sums_shards_across_pods_once_a_step(platform, accumulat
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
 
 
+@pytest.mark.long("cpu")
 @pytest.mark.parametrize("platform", OFF_THE_CHIP)
 def test_zero_memory_at_rest_and_within_a_step_matches_the_stage(platform):
     kinds = {
@@ -238,7 +241,6 @@ def test_in_pieces_handles_pieces_of_unequal_size(rows, count):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_layer_by_layer_equals_one_device(stage):
     options = {"zero": sl.Zero(stage, bucket_bytes=2**16)}
