@@ -17,7 +17,8 @@ a layer (the terms are in `_remat_formulas.py`), and the floating-point operatio
 - `treeverse_wrong`: of all chains of up to 64 layers and 8 slots, those whose table evaluates more
   layers than the closed formula, or uses more slots than it may.
 
-`budget`, some four minutes: Llama 2 7B on 16 v5e under budgets of memory (`BUDGETS`).
+`budget`, some six minutes: Llama 2 7B on 16 v5e under budgets of memory (`BUDGETS`), one of which is
+too small without the host's memory.
 
 - `budget_peak_max`, `_min`: what the step takes over its budget. The minimum leaves out steps that
   keep all that spares anything, and have memory to spare.
@@ -88,7 +89,8 @@ AT_LEAST = {
     "hidden_copies": 0.9,
     "spared_ratio": 0.75,
 }
-BUDGETS = ("9GiB", "11GiB", "14GiB")
+# The first is less than blocks take that keep their inputs, which the host may have.
+BUDGETS = {"7400MiB": ("block_in",), "9GiB": (), "11GiB": (), "14GiB": ()}
 PRECISION = sl.Precision("bf16", accumulate="bf16", reduce="bf16")
 LLAMA2_13B = dataclasses.replace(
     gpt.llama2_7b(context=2048), layers=40, width=5120, heads=40, hidden=13824
@@ -121,20 +123,20 @@ def budget() -> dict[str, Any]:
     """Llama 2 under budgets of memory, and small models under all of them."""
     figures: dict[str, Any] = {}
     seconds, full = [], []
-    for memory in BUDGETS:
+    for memory, on_host in BUDGETS.items():
         step, state, batch = step_of(
             gpt.llama2_7b(context=2048),
             "tpu:v5e:4x4",
             "data=16",
             zero=3,
-            remat=sl.Remat.budget(memory),
+            remat=sl.Remat.budget(memory, offload=on_host),
         )
         started = time.perf_counter()
         fitted = step.fitted_remat(state, batch)
         seconds.append(time.perf_counter() - started)
         share = fitted.best.peak / fitted.budget
         figures[f"budget_peak_{memory}"] = round(share, 4)
-        figures[f"budget_again_{memory}"] = round(fitted.best.flops / fitted.tried[0].flops, 4)
+        figures[f"budget_again_{memory}"] = round(fitted.best.flops / fitted.most_flops, 4)
         figures[f"budget_programs_{memory}"] = len(fitted.tried)
         if isinstance(fitted.best.remat, sl.Remat):
             continue

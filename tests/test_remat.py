@@ -62,7 +62,7 @@ PAIRS = [
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("stage 3-selective", "pipeline-products")
+@pytest.mark.sentinel("stage 3-selective")
 @pytest.mark.parametrize(("where", "kept"), PAIRS)
 def test_remat_of_any_value_changes_no_number(where, kept):
     config, remat = KEPT[kept]
