@@ -17,8 +17,8 @@ a layer (the terms are in `_remat_formulas.py`), and the floating-point operatio
 - `treeverse_wrong`: of all chains of up to 64 layers and 8 slots, those whose table evaluates more
   layers than the closed formula, or uses more slots than it may.
 
-`budget`, some six minutes: Llama 2 7B on 16 v5e under budgets of memory (`BUDGETS`), one of which is
-too small without the host's memory.
+`budget`, some six minutes: Llama 2 7B on 16 v5e under budgets of memory (`BUDGETS`), one of which
+is too small without the host's memory.
 
 - `budget_peak_max`, `_min`: what the step takes over its budget. The minimum leaves out steps that
   keep all that spares anything, and have memory to spare.

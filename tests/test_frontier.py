@@ -221,6 +221,7 @@ def test_advice_where_nothing_helps_says_what_is_still_too_much(monkeypatch):
     of_size(20 * 2**20, monkeypatch)
     text = "\n".join(total_of("none").advice)
     assert 'With `Strategy(remat="full")` it takes 50.0 MiB, still 30.0 MiB too much' in text
+    assert "remat=" not in "\n".join(total_of("full").advice)
 
 
 @pytest.mark.tpu_compiler

@@ -167,6 +167,7 @@ def _beyond_full(planned: Planned, full: int, saved: float) -> list[tuple[float,
     inputs = sum(one.held_bytes for one in planned.activations if one.name == INPUT)
     if inputs > full - planned.usable and kept_by_blocks(planned.step.strategy.remat) == Remat():
         return [(saved, _with_fewer_inputs(planned))]
+    text = ""
     if planned.step.strategy.remat != "full":
         text = (
             f'With `Strategy(remat="full")` it takes {human_bytes(full)}, still '
