@@ -23,7 +23,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from shardlib._text import human_bytes, table
 from shardlib.layouts._remat_policy import Remat, RematLayers
-from shardlib.layouts._remat_text import remat_code
+from shardlib.layouts._remat_text import plain_remat, remat_code
 from shardlib.machine._chips import chip_of
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._block_costs import NO_HOST, Choice, Costs, HostRoom
@@ -108,7 +108,7 @@ class FittedRemat:
         for one in sorted(self.tried, key=lambda one: one.peak):
             share = f"{one.peak / self.budget:.1%}"
             again = f"{one.flops / max(1, self.most_flops):.1%} of full"
-            rows.append((human_bytes(one.peak), share, again, remat_code(one.remat)))
+            rows.append((human_bytes(one.peak), share, again, remat_code(plain_remat(one.remat))))
         return table(rows, right=(0, 1, 2))
 
 
@@ -154,7 +154,7 @@ def _beyond_budget(budget: int, least: Tried, names: tuple[str, ...]) -> ValueEr
     memory = human_bytes(budget)
     if names:
         asked = f'`Remat.budget("{memory}", offload={names!r})`'
-        keeps = f"the least, `{remat_code(least.remat)}`"
+        keeps = f"the least, `{remat_code(plain_remat(least.remat))}`"
         to_host = ""
     else:
         asked = f'`Remat.budget("{memory}")`'
@@ -202,7 +202,7 @@ def _say(tried: Tried, budget: int) -> None:
     """A line about a program that was compiled, which may have taken minutes."""
     if jax.process_index() == 0:
         peak, whole = human_bytes(tried.peak), human_bytes(budget)
-        value = remat_code(tried.remat)
+        value = remat_code(plain_remat(tried.remat))
         sys.stderr.write(f"shardlib: {peak} of a budget of {whole} with {value}\n")
 
 
