@@ -332,6 +332,12 @@ def test_choices_with_room_on_the_host_are_the_best_there_are(room):
         assert costs.choice(choice.names, choice.offloaded) == choice
 
 
+def test_a_constant_may_have_a_name():
+    block = sl.remat(lambda x: jnp.sin(x) * sl.checkpoint_name(2.0, "two"), "full")
+    traced = jax.make_jaxpr(block)(jnp.ones(8))
+    assert [choice.flops for choice in choices_of(traced.jaxpr.eqns[0])] == [0]
+
+
 def test_the_host_gets_what_is_copied_while_a_block_is_computed():
     forward = flops_of(jax.extend.core.ClosedJaxpr(marked_block().function, [])).total
     size = Costs.of(marked_block()).sizes["mlp_up"]

@@ -41,6 +41,8 @@ from shardlib.tracing._linearize import Partition
 # Of choices that compute the same again, the one is better that copies less to the host, and then
 # the smaller one: the bytes of all names count as much as these shares of all that could run again.
 _TIE_ON_HOST, _TIE_ON_DEVICE = 1e-4, 1e-5
+# What `scipy.optimize.milp` says where nothing meets all constraints.
+_INFEASIBLE = 2
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,9 @@ class Costs:
         for equation in again:
             if equation.primitive.name not in (COMPRESSIBLE, "name"):
                 continue
-            (var,), (out,) = variables(equation.invars), equation.outvars
+            (out,) = equation.outvars
+            # A constant that has a name is no variable, and no input.
+            var = next(iter(variables(equation.invars)), None)
             if var in inputs:
                 # A name changes nothing: what has the name of an input is that input.
                 inputs[out] = inputs[var]
@@ -266,8 +270,9 @@ class Costs:
             constraints=constraints,
             options={"mip_rel_gap": 0.0},
         )
-        if not solution.success:
+        if solution.status == _INFEASIBLE:
             return None
+        assert solution.success, solution.message
         # The solver's whole numbers are floats, and only nearly whole.
         chosen = solution.x > 0.5
         kept = {name for name, value in zip(names, chosen, strict=False) if value}
@@ -360,7 +365,7 @@ class Costs:
 def _own_by_input(jaxpr: Jaxpr, derived: Partition, own: Sequence[bool] | None) -> dict[Any, bool]:
     """By input of the function with its derivative, whether each call of the block has its own.
 
-    None is where nobody says.
+    Where it is not known which inputs are, none counts as one.
     """
     if own is None:
         return dict.fromkeys(jaxpr.invars, False)
