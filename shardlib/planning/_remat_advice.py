@@ -185,7 +185,7 @@ def _with_fewer_inputs(planned: Planned) -> str:
     names: set[str] = set()
     for loop in loops:
         for block in loop.blocks:
-            names.update(Costs.of(block).bytes_by_name.inputs)
+            names.update(Costs.of(block).input_names)
     if names:
         remat = Remat.offload(*names)
         size = planned.compiled_bytes(remat)

@@ -215,6 +215,11 @@ class Costs:
         return self.bytes_by_name.kept
 
     @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of those of the block's inputs that each call has for itself."""
+        return tuple(self.bytes_by_name.inputs)
+
+    @property
     def total_size(self) -> int:
         """The bytes of all names."""
         return sum(self.sizes.values())
