@@ -1,4 +1,5 @@
-"""What each word of `Strategy(remat=...)` keeps of a layer and computes again, compiled for TPUs.
+"""What each word of `Strategy(remat=...)` keeps of a layer and computes again, compiled for TPUs
+and GPUs.
 
 The layer is GPT-2's without dropout, in bfloat16, of as many sequences as there are devices. Kept
 is what one more layer adds to the most that activations take: the slope between two depths.
@@ -29,6 +30,7 @@ from flax import nnx
 
 import shardlib as sl
 from models import gpt
+from shardlib.machine._targets import COMPILERS, installed
 from shardlib.compiled._compile import Compiled, compile_apart
 from shardlib.compiled._flops import compiled_flops
 from shardlib.compiled._memory import attribute
@@ -41,13 +43,14 @@ DEPTHS = (8, 16)
 LENGTH, WIDTH, HEADS, VOCAB = 2048, 1024, 8, 1024
 STREAM = LENGTH * WIDTH
 SCORES = HEADS * LENGTH * LENGTH
-TARGETS = {"v5e": "tpu:v5e:2x4", "v5p": "tpu:v5p:2x2x2"}
+TARGETS = {"v5e": "tpu:v5e:2x4", "v5p": "tpu:v5p:2x2x2", "h200": "gpu:h200:1x1x8"}
 MACHINES = {
     "tensor1": ("data=8,model=1", sl.rules.data),
     "tensor8": ("data=1,model=8", sl.rules.data | sl.rules.tensor),
     "sequence8": ("data=1,model=8", sl.rules.data | sl.rules.tensor_sequence),
 }
-ATTENTIONS: dict[str, Literal["xla", "tpu"]] = {"plain": "xla", "fused": "tpu"}
+ATTENTIONS = ("plain", "fused")
+FUSED: dict[str, Literal["tpu", "cudnn"]] = {"tpu": "tpu", "gpu": "cudnn"}
 WORDS = ("none", "selective", "minimal", "full")
 # Over which axis an array is split: never, always, or with sequence parallelism.
 Split = Literal["tensor", "sequence"]
@@ -147,9 +150,10 @@ def compiled(case: Case, layers: int) -> tuple[Compiled, Any, dict[str, str]]:
     target = sl.Target(TARGETS[case.target])
     axes, rules = MACHINES[case.machine]
     mesh = target.mesh(axes)
+    attention = "xla" if case.attention == "plain" else FUSED[target.platform]
     config = gpt.GPTConfig(
         layers=layers, width=WIDTH, heads=HEADS, context=LENGTH, vocab=VOCAB,
-        attention=ATTENTIONS[case.attention], kernels=None,
+        attention=attention, kernels=None,
     )  # fmt: skip
     strategy = sl.Strategy(mesh=mesh, rules=rules, remat=case.word, precision="bf16")
     make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))  # noqa: E731
@@ -167,7 +171,7 @@ def figures_of(case: Case) -> dict[str, float]:
     kept, error, again = [], 0.0, 0.0
     for layers in DEPTHS:
         program, flops, kinds = compiled(case, layers)
-        memory = attribute(program, "tpu", kinds)
+        memory = attribute(program, sl.Target(TARGETS[case.target]).platform, kinds)
         kept.append(memory.most["activations"])
         # Of kernels the compiler says nothing.
         counted = (flops.total - flops.in_kernels) / 8
@@ -192,6 +196,10 @@ def figures(only: Collection[str]) -> dict[str, Any]:
     ratios, errors = [], []
     for case in cases():
         if only and case.name not in only:
+            continue
+        platform = TARGETS[case.target].split(":")[0]
+        if not installed(COMPILERS[platform]):
+            print(f"{case.name}: its compiler is not installed; left out", file=sys.stderr)
             continue
         of_case = figures_of(case)
         print(case.name, of_case, file=sys.stderr, flush=True)

@@ -43,11 +43,11 @@ from flax import nnx
 
 import shardlib as sl
 from benchmarks._report import report
-from benchmarks.kernels import COMPILERS, _installed
 from benchmarks.pods import cycles
 from models import gpt
 from shardlib import kernels, testing
 from shardlib.compiled._hlo import Program, arrays, size_bytes
+from shardlib.machine._targets import COMPILERS, installed
 
 TARGETS = {
     "tpu": ("tpu:v5p:1x1x1", "tpu:v5e:1x1"),
@@ -251,7 +251,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     for platform, targets in TARGETS.items():
-        if not _installed(COMPILERS[platform]):
+        if not installed(COMPILERS[platform]):
             print(f"the compiler for {platform.upper()}s is not installed")
             continue
         for target in arguments.target or targets[:1]:

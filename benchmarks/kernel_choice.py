@@ -42,11 +42,11 @@ import optax
 from flax import nnx
 
 import shardlib as sl
-from benchmarks.kernels import COMPILERS, _installed
 from benchmarks.pods import cycles
 from models import gpt
 from shardlib import kernels, testing
 from shardlib.compiled._hlo import Program, arrays, size_bytes
+from shardlib.machine._targets import COMPILERS, installed
 
 TABLE = Path(kernels.__file__).parent / "compiled.json"
 TARGETS = {
@@ -253,7 +253,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lines: list[dict[str, Any]] = []
     for platform, targets in TARGETS.items():
-        if not _installed(COMPILERS[platform]):
+        if not installed(COMPILERS[platform]):
             print(f"the compiler for {platform.upper()}s is not installed")
             continue
         for op in arguments.op or IMPLEMENTATIONS:

@@ -52,14 +52,13 @@ from benchmarks._kernel_bytes import touched
 from benchmarks._picture import bar, line, svg, text
 from benchmarks._report import report
 from shardlib import kernels, testing
-from shardlib.machine._targets import COMPILE_ONLY
+from shardlib.machine._targets import COMPILE_ONLY, COMPILERS, installed
 
 BOUNDS = {"compile_failures": 0, "bytes_ratio_max": 1.1}
 TARGETS = {
     "tpu": ("tpu:v4:1x1x1", "tpu:v5e:1x1", "tpu:v5p:1x1x1", "tpu:v6e:1x1"),
     "gpu": ("gpu:h100:1x1x1", "gpu:h200:1x1x1", "gpu:b200:1x1x1"),
 }
-COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 ROWS = {
     "bfloat16": ((16_384, 4096), (100_001, 1001), (1_048_576, 64), (65_536, 1024), (4096, 16_384)),
     "float32": ((8192, 8192),),
@@ -386,7 +385,7 @@ def main() -> None:
     gpu = jax.default_backend() == "gpu" if importlib.util.find_spec("jax_plugins") else False
     if not gpu:
         os.environ.update(COMPILE_ONLY)  # before a compiler is loaded
-    here = [name for name, module in COMPILERS.items() if _installed(module) and not gpu]
+    here = [name for name, module in COMPILERS.items() if installed(module) and not gpu]
     targets = [
         one
         for name in here
@@ -460,7 +459,7 @@ def _measured(save: bool, failures: list[str]) -> dict[str, Any]:
     }
     lines, table = [], []
     for op in OPS:
-        names = ["reference", "gpu", *["tokamax"] * ("norm" in op and _installed("tokamax"))]
+        names = ["reference", "gpu", *["tokamax"] * ("norm" in op and installed("tokamax"))]
         for dtype, shapes in OPS[op].shapes.items():
             for shape in shapes:
                 what = f"{op}, {dtype}{list(shape)}"
@@ -538,13 +537,6 @@ def on_its_own(target: str, *args: Any) -> dict[str, Any]:
 @functools.cache
 def _process(target: str) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ layers of width 2048 on one v5e and one v6e, with the inputs of blocks and `mlp_
 import argparse
 import dataclasses
 import itertools
+import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -143,6 +145,7 @@ def budget() -> dict[str, Any]:
         figures[f"budget_peak_{memory}"] = round(share, 4)
         figures[f"budget_again_{memory}"] = round(fitted.best.flops / fitted.most_flops, 4)
         figures[f"budget_programs_{memory}"] = len(fitted.tried)
+        print(f"{memory}: {took:.1f} s, {share:.4f} of it", file=sys.stderr, flush=True)
         if isinstance(fitted.best.remat, sl.Remat):
             continue
         full.append(share)
@@ -186,12 +189,14 @@ def regret(layers: int) -> float:
         # A choice of one layer alone is no loop, and is not taken.
         if all(some.count(one) > 1 for one in some):
             every.append((size(some), sum(choice.flops for choice in some)))
-    worst = 0.0
+    worst = 1.0
     for tenth in range(11):
         limit = layers * choices[-1].size * tenth // 10
         found = fit_remat(limit + 1, loops, lambda remat: size(kept(remat)) + 1)
         least = min(flops for bytes_kept, flops in every if bytes_kept <= limit)
-        worst = max(worst, found.best.flops / least)
+        if found.best.flops > least:
+            # Infinite where nothing need be computed again.
+            worst = math.inf if least == 0 else max(worst, found.best.flops / least)
     return worst
 
 

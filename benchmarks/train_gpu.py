@@ -47,6 +47,7 @@ from flax import nnx
 import shardlib as sl
 from benchmarks._report import report
 from models import gpt
+from shardlib.compiled._memory import peak_bytes
 from shardlib.machine._chips import chip_of
 
 WARM_UP, TURNS, LEARNING_RATE = 5, 5, 3e-4
@@ -71,6 +72,18 @@ MODELS: dict[str, tuple[gpt.GPTConfig, int]] = {
     "gpt2": (gpt.gpt2(vocab=50_304), 32),
     "gpt2_xl": (gpt.gpt2_xl(vocab=50_304), 16),
     "llama_1b": (llama_1b(), 8),
+}
+# What blocks may recompute, by the word of `--remat`.
+REMATS: dict[str, str | sl.Remat] = {
+    "none": "none",
+    "dots": "dots",
+    "minimal": "minimal",
+    "selective": "selective",
+    "full": "full",
+    "context": sl.Remat.save("context"),
+    "int8": sl.Remat.compress("int8", "query", "key", "value", "context", "mlp_gate", "mlp_up"),
+    "inputs_on_host": sl.Remat.offload("block_in"),
+    "mlp_on_host": sl.Remat.offload("block_in", "mlp_up") | sl.Remat.save("context"),
 }
 
 
@@ -97,11 +110,16 @@ def ours(config: gpt.GPTConfig, tokens: np.ndarray, arguments: argparse.Namespac
     about |= {name: getattr(config, name) for name in ("attention", "kernels", "fused_loss")}
     about |= {"remat": arguments.remat, "xla_flags": os.environ.get("XLA_FLAGS", "")}
     mesh = sl.make_mesh("data=1", devices=jax.devices()[:1])
-    strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, remat=arguments.remat, clip=1.0)
+    remat = REMATS[arguments.remat]
+    strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, remat=remat, clip=1.0)
     optimizer = optax.adamw(LEARNING_RATE, b1=0.9, b2=0.95, weight_decay=0.1, mask=gpt.decays)
     state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optimizer, strategy)
     take, metrics = sl.train_step(gpt.loss, strategy), {}
     batch = jax.device_put({"tokens": tokens}, jax.NamedSharding(mesh, jax.P("data")))
+    if arguments.compiled_bytes:
+        compiled = take.lower(state, batch).compile()
+        about["compiled_bytes"] = peak_bytes(compiled, device.platform)
+        del compiled
 
     def step() -> None:
         nonlocal state, metrics
@@ -188,13 +206,13 @@ def one_side(side: str, name: str, arguments: argparse.Namespace) -> dict[str, A
     return {"tokens_per_second": batch * config.context / found["step_seconds"], **found, **about}
 
 
-def in_process_of_its_own(side: str, name: str) -> dict[str, Any]:
+def in_process_of_its_own(side: str, name: str, options: list[str]) -> dict[str, Any]:
     """The same by a new process, which leaves the GPU empty; of one that fails, how it ended."""
     command = [
         sys.executable,
         "-m",
         "benchmarks.train_gpu",
-        *sys.argv[1:],
+        *options,
         "--models",
         name,
         "--only",
@@ -212,7 +230,9 @@ def in_process_of_its_own(side: str, name: str) -> dict[str, Any]:
 def compared(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Both sides on one model, one after the other."""
     config, batch = shapes(name, arguments)
-    sides = {side: in_process_of_its_own(side, name) for side in ("ours", "torch")}
+    sides = {}
+    for side in ("ours", "torch"):
+        sides[side] = in_process_of_its_own(side, name, sys.argv[1:])
     chip, product = chip_of(sides["ours"].get("device", "")), sides["ours"].get("product_flops")
     for which, side in sides.items():
         if rate := side.get("tokens_per_second"):
@@ -263,7 +283,12 @@ def main() -> None:
         "--tiny", action="store_true", help="tiny models, on a CPU too; the figures mean nothing"
     )
     parser.add_argument(
-        "--remat", choices=("none", "full"), default="none", help="ours: what blocks recompute"
+        "--remat", choices=tuple(REMATS), default="none", help="ours: what blocks recompute"
+    )
+    parser.add_argument(
+        "--compiled-bytes",
+        action="store_true",
+        help="ours: what the compiled step says it takes, too; it is compiled twice for it",
     )
     parser.add_argument("--kernels", default="best", help="ours: `GPTConfig.kernels`, or best")
     parser.add_argument("--fused-loss", action="store_true", help="ours: `GPTConfig.fused_loss`")

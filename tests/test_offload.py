@@ -166,6 +166,22 @@ def test_the_host_updates_what_it_has(optimizer, mesh, zero, accumulate, offload
     assert on_host(state.opt_state)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["all", "optimizer", "parameters"])
+def test_a_gpu_moves_state_on_the_host_as_on_itself(offload):
+    with jax.default_matmul_precision("highest"):
+        state = check_same("adamw", "data=1,model=1", 0, offload=offload)
+    assert on_host(state.params) == (set() if offload == "optimizer" else LARGE)
+    assert bool(on_host(state.opt_state)) == (offload != "parameters")
+
+
+@pytest.mark.gpu
+def test_the_host_of_a_gpu_updates_what_it_has():
+    with jax.default_matmul_precision("highest"):
+        state = check_same("adamw", "data=1,model=1", 0, offload=BY_HOST)
+    assert on_host(state.params) == LARGE and on_host(state.opt_state)
+
+
 @pytest.mark.long
 def test_an_update_that_reads_other_shards_is_refused():
     with pytest.raises(ValueError, match="`emb`, of shape .*no dim of it has rows"):

@@ -102,6 +102,35 @@ def test_activations_on_the_host_change_no_number(case):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", [loss_fn, loss_one_by_one])
+def test_activations_on_the_host_of_a_gpu_change_no_number(loss):
+    with jax.default_matmul_precision("highest"):
+        found_loss, params = stepped(loss, remat=BOTH)
+        expected_loss, expected = stepped(loss)
+    np.testing.assert_allclose(found_loss, expected_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
+
+
+@pytest.mark.gpu
+def test_a_gpu_spares_what_is_on_the_host():
+    """Of the program for the GPU that is there: the bytes on the host, and those it spares."""
+
+    def memory(remat):
+        mesh = sl.make_mesh("data=1,model=1", devices=jax.devices()[:1])
+        strategy = sl.Strategy(mesh=mesh, rules=RULES, remat=remat)
+        state = sl.init(lambda: make(width=1024), optax.sgd(0.1), strategy)
+        x = np.zeros((4096, 1024), "f")
+        return sl.train_step(loss_fn, strategy).lower(state, x).compile().memory_analysis()
+
+    found, on_device = memory(BOTH), memory(sl.Remat.save("hidden"))
+    size = 4096 * 1024 * 4
+    assert found.host_temp_size_in_bytes == LAYERS * 3 * size
+    # Two layers' are on the device, of six.
+    spared = on_device.temp_size_in_bytes - found.temp_size_in_bytes
+    assert spared >= (LAYERS - 2) * 3 * size
+
+
 GPT = gpt.tiny(layers=4, width=64, heads=4, context=32, norm="rms", mlp="swiglu", bias=False)
 TOKENS = np.random.default_rng(0).integers(0, GPT.vocab, (ROWS, 33), dtype=np.int32)
 STREAM = (GPT.layers, ROWS, 32, GPT.width)

@@ -479,3 +479,26 @@ def test_a_step_keeps_what_fits_and_changes_no_number(monkeypatch):
     least = fitted.tried[0].peak
     step, state = of(sl.Remat.budget(least))
     assert step.fitted_remat(state, BATCH).best.peak <= least
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_no_more_than_the_budget():
+    config = dataclasses.replace(CONFIG, width=512, heads=8, context=512, vocab=1024, layers=8)
+    mesh = sl.make_mesh("data=1", devices=jax.devices()[:1])
+    batch = {"tokens": np.zeros((32, 513), np.int32)}
+
+    def of(remat):
+        strategy = sl.Strategy(remat=remat, mesh=mesh, rules=sl.rules.data)
+        state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
+        return sl.train_step(gpt.loss, strategy), state
+
+    def peak(remat):
+        step, state = of(remat)
+        return peak_bytes(step.lower(state, batch).compile(), "gpu")
+
+    budget = (peak("full") + peak("none")) // 2
+    step, state = of(sl.Remat.budget(budget))
+    fitted = step.fitted_remat(state, batch)
+    assert peak("full") < fitted.best.peak <= budget
+    _, metrics = step(state, batch)
+    assert np.isfinite(metrics["loss"])

@@ -193,6 +193,17 @@ def test_the_loss_stays_bit_for_bit_and_gradients_nearly(encoding, where):
     assert 0 < relative_error(got, expected) < ERRORS[encoding]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("encoding", ERRORS)
+def test_a_gpu_decodes_within_the_bound(encoding):
+    one = DATA | {"mesh": sl.make_mesh("data=1", devices=jax.devices()[:1])}
+    with jax.default_matmul_precision("highest"):
+        loss, got = gradients(sl.Remat.compress(encoding, *NAMES), **one)
+        expected_loss, expected = gradients("full", **one)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert 0 < relative_error(got, expected) < ERRORS[encoding]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("encoding", ["fp8", "bf16"])
 def test_floats_of_fewer_bits_change_no_loss(encoding):

@@ -199,7 +199,7 @@ def _simulated_devices(target: Target) -> tuple[Any, ...]:
 
 def _require(target: Target) -> None:
     """Refuse a target whose compiler is not installed, and say how to install it."""
-    module = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}[target.platform]
+    module = COMPILERS[target.platform]
     if not installed(module):
         raise ModuleNotFoundError(
             f"The compiler for `{target}` is not installed (`{module}`): "
@@ -215,6 +215,8 @@ def installed(module: str) -> bool:
         return False
 
 
+# The modules of the compilers, by platform.
+COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 # What keeps the compilers from looking for accelerators, and from writing logs where nobody looks.
 COMPILE_ONLY = {
     "TPU_SKIP_MDS_QUERY": "1",
