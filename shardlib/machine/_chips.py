@@ -136,7 +136,8 @@ TPUS = {
 # on Blackwell; 400 Gb/s), and NVIDIA's DGX A100 (12 links of 25; 200 Gb/s). JAX takes three
 # quarters of the memory unless `XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise. `host_bytes`: of
 # H100 and H200 the 2 TB of a host of eight, as results of MLPerf list them. `host_bandwidth`: half
-# of what the datasheets say of PCIe, which is the sum of both directions.
+# of what the datasheets say of PCIe, which is the sum of both directions. Memory, cache and the
+# speed of the memory of an H200 are as its driver told XLA (driver 580.159, CUDA 13.0).
 GPUS = {
     "a100": Chip(
         "a100", "NVIDIA A100-SXM4-80GB", {"bf16": 312e12, "f32": 156e12, "s8": 624e12},
@@ -157,11 +158,11 @@ GPUS = {
     ),
     "h200": Chip(
         "h200", "NVIDIA H200", {"bf16": 989e12, "f32": 494.5e12, "s8": 1979e12, "f8": 1979e12},
-        151397597184,
-        0.75 * 151397597184, 4.8e12, link_bandwidth=450e9, slow_bandwidth=50e9, host_bytes=2e12 / 8,
+        150109880320,
+        0.75 * 150109880320, 4.8e12, link_bandwidth=450e9, slow_bandwidth=50e9, host_bytes=2e12 / 8,
         host_bandwidth=64e9,
         description=_Gpu(name="NVIDIA H200", major=9, cores=132, fpus=128, clock=1.98,
-            memory=151397597184, bandwidth=4800000000000, cache=52428800, shared=233472,
+            memory=150109880320, bandwidth=4814304000000, cache=62914560, shared=233472,
         ).description(),
     ),
     "b200": Chip(
