@@ -38,8 +38,9 @@ from shardlib.planning._compiled_step import kinds_of
 from shardlib.planning._flops import flops_of_planned
 from shardlib.planning._lower import lower
 
-# Deep enough that what all layers keep of one kind is not in a TPU's fast memory instead.
-DEPTHS = (8, 16)
+# Deep enough that what all layers keep of one kind is not in a TPU's fast memory instead, of 128
+# MiB. Little is kept of deep ones, so that the device has room for them.
+DEPTHS, DEEP, LITTLE = (8, 16), (32, 64), 2**25
 LENGTH, WIDTH, HEADS, VOCAB = 2048, 1024, 8, 1024
 STREAM = LENGTH * WIDTH
 SCORES = HEADS * LENGTH * LENGTH
@@ -145,6 +146,10 @@ def cases() -> Iterator[Case]:
                     yield Case(target, machine, attention, word)
 
 
+# What was compiled, by its target and its text: words may keep the same.
+_programs: dict[tuple[str, str], Compiled] = {}
+
+
 def compiled(case: Case, layers: int) -> tuple[Compiled, Any, dict[str, str]]:
     """A program of so many layers, its count of products, and the kinds of its arguments."""
     target = sl.Target(TARGETS[case.target])
@@ -161,7 +166,11 @@ def compiled(case: Case, layers: int) -> tuple[Compiled, Any, dict[str, str]]:
     batch = {"tokens": jax.ShapeDtypeStruct((mesh.size, LENGTH + 1), "int32")}
     step = sl.train_step(gpt.loss, strategy)
     traced = lower(step, state, batch)
-    program = compile_apart(traced.lowered, target.platform, target.compiler_options)
+    key = (case.target, traced.lowered.as_text())
+    if key not in _programs:
+        options = target.compiler_options
+        _programs[key] = compile_apart(traced.lowered, target.platform, options)
+    program = _programs[key]
     kinds = kinds_of(traced.paths, len(jax.tree.leaves(state)))
     return program, flops_of_planned(step, traced.jaxpr), kinds
 
@@ -169,7 +178,8 @@ def compiled(case: Case, layers: int) -> tuple[Compiled, Any, dict[str, str]]:
 def figures_of(case: Case) -> dict[str, float]:
     """What a program keeps of a layer and recomputes, beside the formulas."""
     kept, error, again = [], 0.0, 0.0
-    for layers in DEPTHS:
+    depths = DEEP if case.formula <= LITTLE else DEPTHS
+    for layers in depths:
         program, flops, kinds = compiled(case, layers)
         memory = attribute(program, sl.Target(TARGETS[case.target]).platform, kinds)
         kept.append(memory.most["activations"])
@@ -177,7 +187,7 @@ def figures_of(case: Case) -> dict[str, float]:
         counted = (flops.total - flops.in_kernels) / 8
         error = max(error, abs(compiled_flops(program.text) / counted - 1))
         again = flops.recomputed_fraction
-    slope = (kept[1] - kept[0]) / (DEPTHS[1] - DEPTHS[0])
+    slope = (kept[1] - kept[0]) / (depths[1] - depths[0])
     figures = {
         "bytes": slope,
         "formula": case.formula,

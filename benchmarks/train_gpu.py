@@ -102,12 +102,14 @@ def ours(config: gpt.GPTConfig, tokens: np.ndarray, arguments: argparse.Namespac
         attention="cudnn" if gpu else "xla",
         kernels=None if arguments.kernels == "best" else arguments.kernels,
         fused_loss=arguments.fused_loss,
+        unroll=min(arguments.unroll or config.layers, config.layers),
     )
     about: dict[str, Any] = {
         "device": device.device_kind,
         "product_flops": product_flops(8192 if gpu else 256),
     }
-    about |= {name: getattr(config, name) for name in ("attention", "kernels", "fused_loss")}
+    for name in ("attention", "kernels", "fused_loss", "unroll"):
+        about[name] = getattr(config, name)
     about |= {"remat": arguments.remat, "xla_flags": os.environ.get("XLA_FLAGS", "")}
     mesh = sl.make_mesh("data=1", devices=jax.devices()[:1])
     remat = REMATS[arguments.remat]
@@ -292,6 +294,12 @@ def main() -> None:
     )
     parser.add_argument("--kernels", default="best", help="ours: `GPTConfig.kernels`, or best")
     parser.add_argument("--fused-loss", action="store_true", help="ours: `GPTConfig.fused_loss`")
+    parser.add_argument(
+        "--unroll",
+        type=int,
+        default=1,
+        help="ours: layers that are written out one after the other; 0 for all",
+    )
     parser.add_argument(
         "--torch-mode", default="default", help="PyTorch's: the mode of `torch.compile`"
     )

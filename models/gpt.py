@@ -461,6 +461,7 @@ class GPT(nnx.Module):
             "in_axes": (0, nnx.Carry, 0, None),
             "out_axes": (nnx.Carry, 0),
             "transform_metadata": {nnx.PARTITION_NAME: name},
+            "unroll": config.unroll,
         }
         return nnx.scan(block, **axes, graph_updates=False)(blocks, x_BSD, keys, seen)
 

@@ -27,6 +27,9 @@ class GPTConfig:
     backward pass. `attention` is the implementation of
     `sl.kernels.attention`, whose scores are never in memory, such as "tpu" on TPUs and "cudnn" or
     "tokamax" on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
+    Layers are a loop, compiled once. With `unroll` so many of them are written out one after the
+    other, in each turn of the loop; with `unroll=layers` there is no loop. A GPU then copies what
+    layers keep for the backward pass into no stack, and takes longer to compile.
     """
 
     layers: int
@@ -53,6 +56,7 @@ class GPTConfig:
         "reference", "tpu", "gpu", "tokamax", "tpu_simulated", "gpu_simulated", "xla", None
     ] = "xla"
     fused_loss: bool = False
+    unroll: int = 1
     attention: Literal[
         "reference",
         "tpu",

@@ -329,6 +329,27 @@ def test_gpt_scanned_blocks_equal_a_loop_over_layers(config):
         )
 
 
+@pytest.mark.parametrize("unroll", [2, 3])  # with a layer left over, and without a loop
+def test_gpt_layers_that_are_written_out_train_as_those_of_a_loop(unroll):
+    def trained(unroll):
+        config = gpt.tiny(layers=3, norm="rms", mlp="swiglu", bias=False, unroll=unroll)
+        strategy = sl.Strategy(
+            mesh="data=4,model=2",
+            rules=sl.rules.data | sl.rules.tensor,
+            zero=sl.Zero(3, small=0),
+            remat=sl.Remat.save("context"),
+            accumulate=2,
+        )
+        state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
+        tokens = np.random.default_rng(0).integers(0, config.vocab, (8, 17), dtype=np.int32)
+        state, metrics = sl.train_step(gpt.loss, strategy)(state, {"tokens": tokens})
+        return metrics["loss"], jax.tree.map(np.asarray, state.params)
+
+    (loss, params), (expected_loss, expected) = trained(unroll), trained(1)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
+
+
 @pytest.mark.parametrize("config", [SMALL, VARIANTS["padded"]], ids=["gpt2", "padded"])
 def test_gpt_loss_equals_optax(config):
     model, tokens = make(config), tokens_of(config, length=17)
