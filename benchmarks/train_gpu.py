@@ -260,7 +260,9 @@ def said(side: dict[str, Any]) -> str:
         f"compiled in {side['compile_seconds']:.0f} s",
     ]
     figures += [f"loss {side['loss_before']:.3f} to {side['loss_after']:.3f}"]
-    figures += [f"{name} {side[name]:.3f}" for name in ("mfu", "mfu_of_product") if side[name]]
+    for name in ("mfu", "mfu_of_product"):
+        if side.get(name):
+            figures.append(f"{name} {side[name]:.3f}")
     if peak := side.get("peak_bytes"):
         figures.append(f"{peak / 2**30:.1f} GiB")
     return ", ".join(figures)

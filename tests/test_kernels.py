@@ -458,9 +458,11 @@ def test_kernels_in_a_train_step_equal_the_plain_step(changes):
 @pytest.mark.gpu
 def test_kernels_of_gpus_in_a_train_step_equal_the_plain_step():
     def after(**changes):
+        # The gradient to a bias of keys is zero, and what is left of it rounding alone.
         config = gpt.tiny(
-            width=128, head_dim=64, heads=2, vocab=300, norm="rms", dtype=jnp.bfloat16, **changes
-        )
+            width=128, head_dim=64, heads=2, vocab=300, norm="rms", bias=False,
+            dtype=jnp.bfloat16, **changes,
+        )  # fmt: skip
         strategy = sl.Strategy(
             mesh=sl.make_mesh("data=1", devices=jax.devices()[:1]), rules=sl.rules.data
         )
