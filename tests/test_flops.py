@@ -94,6 +94,17 @@ def test_flops_are_those_of_the_tpu_compilers_program(where, remat):
     assert 8 * compiled_flops(compiled) == pytest.approx(found.total, rel=0.02)
 
 
+@pytest.mark.gpu_compiler
+def test_flops_are_those_of_the_gpu_compilers_program():
+    """Its products are calls of cuBLAS."""
+    config = dataclasses.replace(CONFIG, width=256, heads=4, vocab=512)
+    step, state, batch = made("tensor", "full", "h200:1x1x8", config)
+    found = sl.planning.flops(step, state, batch)
+    compiled = compile_for(mesh_on("h200:1x1x8", "data=8"), step.lower(state, batch))
+    assert "__cublas" in compiled.as_text()
+    assert 8 * compiled_flops(compiled) == pytest.approx(found.total, rel=0.02)
+
+
 def flops(function, *shapes):
     return flops_of(jax.make_jaxpr(function)(*(jnp.zeros(shape) for shape in shapes)))
 

@@ -1,6 +1,7 @@
 """Floating-point operations of the products in a compiled program, read from its text.
 
-A product is a `dot` or a `convolution`, in a fusion or not. The compiler for TPUs writes most
+A product is a `dot` or a `convolution`, in a fusion or not, and on GPUs a call of cuBLAS, which has
+the dims that are contracted in its settings. The compiler for TPUs writes most
 products of matrices as convolutions: dims of a batch become dims that a window slides over, with
 padding, dilation and strides such that each place of the window meets one element. So the places
 count that meet an element, and not those that meet padding.
@@ -32,7 +33,7 @@ def compiled_flops(compiled: Any) -> int:
     program = Program(text_of("compiled_flops", "compiled", compiled))
     total = 0
     for scope, made, run in program.walk():
-        if made.opcode not in ("dot", "convolution"):
+        if not _is_product(made):
             continue
         if not run.known:
             raise ValueError(
@@ -65,7 +66,21 @@ def _of_convolution(scope: Scope, made: Instruction) -> int:
     return 2 * features * examples * output[of_output.index("f")] * places
 
 
-_OF = {"dot": _of_dot, "convolution": _of_convolution}
+def _of_cublas(scope: Scope, made: Instruction) -> int:
+    """A call of cuBLAS: its result, and the room that it works in, come as a tuple."""
+    (_, shape), *_ = arrays(scope.instructions[made.operands[0]].result)
+    listed = made.get(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+    return 2 * _size(made) * math.prod(shape[int(dim)] for dim in re.findall(r"\d+", listed))
+
+
+_OF = {"dot": _of_dot, "convolution": _of_convolution, "custom-call": _of_cublas}
+
+
+def _is_product(made: Instruction) -> bool:
+    """Whether an instruction multiplies matrices; of other calls nothing is known."""
+    if made.opcode == "custom-call":
+        return "__cublas" in made.get(r'custom_call_target="([^"]*)"')
+    return made.opcode in _OF
 
 
 @dataclass(frozen=True)
