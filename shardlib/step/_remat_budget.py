@@ -37,6 +37,9 @@ _AIM = 0.985
 # Of choices that compute the same again, the one is better that copies less to the host: all bytes
 # that could be copied count as much as this share of all operations.
 _TIE = 1e-5
+# Each kind of layers has passes of its own to compile. Fewer kinds are taken where they compute no
+# more than this share more again.
+_FEWER_KINDS = 0.009
 
 
 def loops_of(jaxpr: Jaxpr, weights: int | None = None) -> list[PlacedLoop]:
@@ -132,7 +135,7 @@ def fit_remat(
     tried: list[Tried] = []
 
     def attempt(limit: float) -> Tried | None:
-        remat, estimate, flops = layers.best(limit)
+        remat, estimate, flops = layers.best(limit, spare=_FEWER_KINDS)
         if any(remat == one.remat for one in tried):
             return None
         tried.append(Tried(remat, estimate, flops, peak_of(remat)))
@@ -251,15 +254,17 @@ class Layers:
         """The bytes of the smallest choice for every layer."""
         return sum(count * of[0].size for count, of in zip(self.counts, self.choices, strict=True))
 
-    def best(self, limit: float) -> tuple[Remat | RematLayers, int, int]:
+    def best(self, limit: float, spare: float = 0.0) -> tuple[Remat | RematLayers, int, int]:
         """What computes the least again and takes at most so many bytes: its value, its bytes as
         they are traced, and its operations.
+
+        Fewer kinds of layers are taken where they compute at most this share more again, `spare`.
         """
         columns: list[tuple[int, Choice]] = []
         for kind, choices in enumerate(self.choices):
             for choice in choices:
                 columns.append((kind, choice))
-        numbers = self._solved(columns, limit)
+        numbers = self._solved(columns, limit, spare)
         size = flops = 0
         chosen: list[list[Choice]] = [[] for _ in self.choices]
         for (kind, choice), number in zip(columns, numbers, strict=True):
@@ -268,12 +273,15 @@ class Layers:
             flops += choice.flops * number
         return self._value(chosen), size, flops
 
-    def _solved(self, columns: Sequence[tuple[int, Choice]], limit: float) -> list[int]:
+    def _solved(
+        self, columns: Sequence[tuple[int, Choice]], limit: float, spare: float
+    ) -> list[int]:
         """How many layers have each choice for a kind of block, by the integer program.
 
         Args:
             columns: the choices, each with its kind of block.
             limit: the bytes that all of them may take, infinity for any.
+            spare: the share more that fewer kinds may compute again.
         """
         count = len(columns)
         sizes = np.array([choice.size for _, choice in columns])
@@ -283,22 +291,18 @@ class Layers:
         # First how many layers have each choice, then whether any has it.
         costs = np.concatenate([per_layer, np.zeros(count)])
         most = np.array([self.counts[kind] for kind, _ in columns])
-        upper: Any = np.concatenate([most, np.ones(count)])
         constraints = [self._all_chosen(columns), *self._none_alone(most)]
         if np.isfinite(limit):
             room = np.concatenate([sizes, np.zeros(count)])
             constraints.append(LinearConstraint(room[None], -np.inf, limit))
-        solution = milp(
-            costs,
-            integrality=np.ones(2 * count),
-            bounds=Bounds(0, upper),
-            constraints=constraints,
-            # The default gap would let a worse choice pass for the best one.
-            options={"mip_rel_gap": 0.0},
-        )
-        assert solution.success, solution.message
-        # The solver's whole numbers are floats, right up to its tolerance.
-        return np.rint(solution.x[:count]).astype(int).tolist()
+        found = _minimum(costs, most, constraints)
+        if spare:
+            enough = costs @ found * (1 + spare) + _TIE
+            constraints.append(LinearConstraint(costs[None], -np.inf, enough))
+            kinds = np.concatenate([np.zeros(count), np.ones(count)])
+            # All costs together weigh less than one kind.
+            found = _minimum(kinds + costs / (2 * max(1.0, enough)), most, constraints)
+        return found[:count].tolist()
 
     def _all_chosen(self, columns: Sequence[tuple[int, Choice]]) -> LinearConstraint:
         """That every layer has one of the choices for its kind."""
@@ -339,3 +343,18 @@ class Layers:
             return values[0]
         runs = [(len(list(run)), value) for value, run in itertools.groupby(values)]
         return RematLayers(tuple(runs))
+
+
+def _minimum(costs: Any, most: Any, constraints: Sequence[LinearConstraint]) -> Any:
+    """The whole numbers of least cost: as many as `most` of each choice, and whether any has it."""
+    solution = milp(
+        costs,
+        integrality=np.ones(len(costs)),
+        bounds=Bounds(0, np.concatenate([most, np.ones(len(most))])),
+        constraints=constraints,
+        # The default gap would let a worse choice pass for the best one.
+        options={"mip_rel_gap": 0.0},
+    )
+    assert solution.success, solution.message
+    # The solver's whole numbers are floats, right up to its tolerance.
+    return np.rint(solution.x).astype(int)
