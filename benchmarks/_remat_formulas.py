@@ -30,10 +30,10 @@ from flax import nnx
 
 import shardlib as sl
 from models import gpt
-from shardlib.machine._targets import COMPILERS, installed
 from shardlib.compiled._compile import Compiled, compile_apart
 from shardlib.compiled._flops import compiled_flops
 from shardlib.compiled._memory import attribute
+from shardlib.machine._targets import COMPILERS, installed
 from shardlib.planning._compiled_step import kinds_of
 from shardlib.planning._flops import flops_of_planned
 from shardlib.planning._lower import lower
