@@ -39,8 +39,10 @@ from shardlib.planning._flops import flops_of_planned
 from shardlib.planning._lower import lower
 
 # Deep enough that what all layers keep of one kind is not in a TPU's fast memory instead, of 128
-# MiB. Little is kept of deep ones, so that the device has room for them.
-DEPTHS, DEEP, LITTLE = (8, 16), (32, 64), 2**25
+# MiB. Little is kept of deep ones, so that the device has room for them; and for deeper ones where
+# devices share a layer. There, an array that is in fast memory at one depth alone is as large as
+# what eight layers keep.
+DEPTHS, DEEP, DEEPER, LITTLE = (8, 16), (32, 64), (32, 160), 2**25
 LENGTH, WIDTH, HEADS, VOCAB = 2048, 1024, 8, 1024
 STREAM = LENGTH * WIDTH
 SCORES = HEADS * LENGTH * LENGTH
@@ -178,7 +180,9 @@ def compiled(case: Case, layers: int) -> tuple[Compiled, Any, dict[str, str]]:
 def figures_of(case: Case) -> dict[str, float]:
     """What a program keeps of a layer and recomputes, beside the formulas."""
     kept, error, again = [], 0.0, 0.0
-    depths = DEEP if case.formula <= LITTLE else DEPTHS
+    depths = DEPTHS
+    if case.formula <= LITTLE:
+        depths = DEEP if case.machine == "tensor1" else DEEPER
     for layers in depths:
         program, flops, kinds = compiled(case, layers)
         memory = attribute(program, sl.Target(TARGETS[case.target]).platform, kinds)

@@ -276,6 +276,22 @@ def test_gpt_attention_by_cudnn_compiles_to_two_calls_without_a_mask(config):
         lowered(replace(config, dtype=jnp.float32), "data=8", sl.rules.data)
 
 
+@pytest.mark.gpu_compiler
+def test_gpt_attention_by_cudnn_has_no_scores_to_recompute():
+    config = replace(SMALL, attention="cudnn", head_dim=16, dtype=jnp.bfloat16)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 17), "int32")}
+
+    def text(remat):
+        strategy = sl.Strategy(
+            mesh=mesh_on("h200:1x1x8", "data=8"), rules=sl.rules.data, remat=remat
+        )
+        make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
+        state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+        return sl.train_step(gpt.loss, strategy).lower(state, batch).as_text()
+
+    assert text("selective") == text("none")
+
+
 def test_gpt_training_flops_are_six_per_weight_plus_attention():
     config = gpt.gpt2(vocab_multiple=128)
     weights = 12 * 12 * 768**2 + config.dims["vocab"] * 768

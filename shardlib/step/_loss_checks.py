@@ -31,6 +31,7 @@ from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
 from shardlib.step._varying import describe_varying, sends_between, varying_outputs
 from shardlib.tracing._chain_loops import holder_of_loops, loops_over_blocks
+from shardlib.tracing._flops import CUDNN_ATTENTION
 from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, line_of, open_jaxpr
 from shardlib.tracing._sign_checks import readers_of_values
 
@@ -377,15 +378,18 @@ def _missing_parts(jaxpr: Any, kept: Remat, blocks: Sequence[Any]) -> list[str]:
 
 
 def _attends_without_scores(jaxpr: Any) -> bool:
-    """Whether a loss attends by `sl.kernels.attention`.
+    """Whether a loss attends by `sl.kernels.attention` or by cuDNN.
 
-    That is told by the name of its results within a function that has its own derivative.
+    That is told by the name of its results, or by cuDNN's call, within a function that has its own
+    derivative.
     """
     for equation in every_equation(jaxpr):
         if not equation.primitive.name.startswith("custom_vjp_call"):
             continue
         for function in held_functions(equation):
             for inner in every_equation(open_jaxpr(function)):
+                if inner.primitive.name == CUDNN_ATTENTION:
+                    return True
                 if inner.primitive.name == "name" and inner.params["name"] == CONTEXT:
                     return True
     return False
