@@ -276,20 +276,39 @@ def test_gpt_attention_by_cudnn_compiles_to_two_calls_without_a_mask(config):
         lowered(replace(config, dtype=jnp.float32), "data=8", sl.rules.data)
 
 
-@pytest.mark.gpu_compiler
-def test_gpt_attention_by_cudnn_has_no_scores_to_recompute():
+def lowered_with_cudnn(remat):
     config = replace(SMALL, attention="cudnn", head_dim=16, dtype=jnp.bfloat16)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 17), "int32")}
+    mesh = mesh_on("h200:1x1x8", "data=8")
+    strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, remat=remat)
+    make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
+    state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+    return sl.train_step(gpt.loss, strategy).lower(state, batch)
 
-    def text(remat):
-        strategy = sl.Strategy(
-            mesh=mesh_on("h200:1x1x8", "data=8"), rules=sl.rules.data, remat=remat
-        )
-        make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
-        state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
-        return sl.train_step(gpt.loss, strategy).lower(state, batch).as_text()
 
-    assert text("selective") == text("none")
+@pytest.mark.gpu_compiler
+def test_gpt_attention_by_cudnn_has_no_scores_to_recompute():
+    assert lowered_with_cudnn("selective").as_text() == lowered_with_cudnn("none").as_text()
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(
+    ("remat", "calls"),
+    [("full", ["", "", "Backward"]), ("minimal", ["", "Backward"]),
+    (sl.Remat.save("context"), ["", "Backward"])],
+)  # fmt: skip
+def test_gpt_attention_by_cudnn_runs_once_where_its_context_is_kept(remat, calls):
+    text = compile_for(mesh_on("h200:1x1x8", "data=8"), lowered_with_cudnn(remat)).as_text()
+    found = re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax(\w*)"', text)
+    assert sorted(found) == calls
+
+
+@pytest.mark.gpu_compiler
+def test_gpt_context_of_cudnn_is_kept_on_the_device_or_computed_again():
+    with pytest.raises(ValueError, match="offloads `context`, which no activation"):
+        lowered_with_cudnn(sl.Remat.offload("context"))
+    with pytest.raises(ValueError, match="compresses `context`, which cannot be"):
+        lowered_with_cudnn(sl.Remat.compress("int8", "context"))
 
 
 def test_gpt_training_flops_are_six_per_weight_plus_attention():

@@ -17,6 +17,10 @@ from shardlib.layouts._remat_policy import Encoding, Remat, RematByBlock
 
 # What is named so belongs to the activation whose name comes before, and is never compressed.
 BESIDE = ":beside"
+# The name of what attention makes of the values, and JAX's of attention by cuDNN. What backward needs
+# of it has no name, since it is within a derivative of JAX's own; the operation itself is asked for.
+CONTEXT = "context"
+CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 # The operation that an activation of a name goes through, whose policy says how it is encoded.
 COMPRESSIBLE = "compressible"
 
@@ -48,6 +52,8 @@ def _policy(remat: Remat) -> Callable[..., Any] | None:
         # as they are.
         beside = [name + BESIDE for name in remat.every_name]
         kept.append(policies.save_only_these_names(*remat.names, *beside))
+    if CONTEXT in remat.names:
+        kept.append(_saves_cudnn_attention)
     if remat.compressed:
         kept.append(_compressing(frozenset(remat.compressed)))
     if remat.products == "all":
@@ -59,6 +65,11 @@ def _policy(remat: Remat) -> Callable[..., Any] | None:
     if remat.offloaded:
         return _Offloading(frozenset(remat.offloaded), policy)
     return policy
+
+
+def _saves_cudnn_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy that keeps all that attention by cuDNN makes."""
+    return primitive.name == CUDNN_ATTENTION
 
 
 @dataclass(frozen=True)

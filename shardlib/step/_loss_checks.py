@@ -16,9 +16,14 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardlib._text import listed
 from shardlib._tree import named_leaves
-from shardlib.kernels._attention import CONTEXT
 from shardlib.layouts._annotate import current_scope, warn
-from shardlib.layouts._checkpoint_policies import BESIDE, COMPRESSIBLE, PolicyOfPart
+from shardlib.layouts._checkpoint_policies import (
+    BESIDE,
+    COMPRESSIBLE,
+    CONTEXT,
+    CUDNN_ATTENTION,
+    PolicyOfPart,
+)
 from shardlib.layouts._remat_policy import SCORES, Remat
 from shardlib.layouts._rules import EXPERTS, axes_within, spec_axes
 from shardlib.modeling._batch import WeightedMean
@@ -31,7 +36,6 @@ from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
 from shardlib.step._varying import describe_varying, sends_between, varying_outputs
 from shardlib.tracing._chain_loops import holder_of_loops, loops_over_blocks
-from shardlib.tracing._flops import CUDNN_ATTENTION
 from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, line_of, open_jaxpr
 from shardlib.tracing._sign_checks import readers_of_values
 
@@ -310,14 +314,17 @@ def _check_names(blocks: Sequence[Any], kept: Remat, asked: Any) -> None:
     A word means activations of several kinds of models, and some of them must be there.
     """
     known: set[str] = set()
+    by_operation: set[str] = set()
     for block in blocks:
         for equation in every_equation(open_jaxpr(block.params["jaxpr"])):
             if equation.primitive.name == "name":
                 known.add(equation.params["name"].removesuffix(BESIDE))
+            elif equation.primitive.name == CUDNN_ATTENTION:
+                by_operation.add(CONTEXT)
     text = f'"{asked}"' if isinstance(asked, str) else repr(asked)
     does = f"`Strategy(remat={text})` keeps"
     on_device = set(kept.every_name) - set(kept.offloaded)
-    unknown = sorted(on_device - known)
+    unknown = sorted(on_device - known - by_operation)
     if isinstance(asked, str) and len(unknown) < len(on_device):
         unknown = []
     if not unknown:

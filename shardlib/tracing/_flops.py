@@ -21,6 +21,7 @@ from typing import Any
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
+from shardlib.layouts._checkpoint_policies import CUDNN_ATTENTION
 from shardlib.tracing._jaxpr import held_functions, open_jaxpr
 
 # The scope of names in which a kernel says how many steps of its grid compute something:
@@ -28,8 +29,6 @@ from shardlib.tracing._jaxpr import held_functions, open_jaxpr
 STEPS, UNKNOWN = "computing_steps", "unknown"
 # Where JAX says that an equation is one of a block that is computed again, or of a backward pass.
 _AGAIN, _BACKWARD = "rematted_computation", "transpose("
-# JAX's name for attention by cuDNN.
-CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 # What runs a kernel whose products are not equations of ours.
 _OPAQUE = ("custom_call", "ffi_call", CUDNN_ATTENTION)
 

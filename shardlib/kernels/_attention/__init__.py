@@ -43,12 +43,11 @@ from shardlib.kernels._shards import (
     varying_alike,
 )
 from shardlib.layouts._annotate import mesh_of_shards
-from shardlib.layouts._checkpoint_policies import BESIDE
+from shardlib.layouts._checkpoint_policies import BESIDE, CONTEXT
 from shardlib.layouts._rules import axes_without, parts_over
 from shardlib.tracing._compressed_saves import named
 
 # What a `Remat` calls the results.
-CONTEXT = "context"
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
     Implementation("tpu", "tpu", f"{__name__}._tpu"),
