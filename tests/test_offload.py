@@ -10,6 +10,7 @@ import pytest
 
 import shardlib as sl
 from shardlib._tree import named_leaves
+from shardlib.compiled._memory import peak_bytes
 from shardlib.step import _streamed_update
 from shardlib.tracing._row_rules import MixesRowsError, Part, Rows
 from shardlib.tracing._rows import evaluate_rows
@@ -409,6 +410,9 @@ def test_a_program_has_on_the_host_what_was_asked_for(target, zero, offload):
     # The new state takes the place of the old one, and nothing else is there.
     assert memory.host_alias_size_in_bytes == expected
     assert memory.host_temp_size_in_bytes == 0
+    # What is on the host takes nothing of the device.
+    on_device = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert peak_bytes(compiled, "tpu") < 1.1 * on_device + memory.generated_code_size_in_bytes
     text = compiled.as_text()
     if isinstance(offload, str):
         # Rows are copied by the side of the computation.

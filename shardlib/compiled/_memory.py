@@ -109,14 +109,19 @@ def attribute(compiled: Compiled, platform: Platform, kinds_by_path: Mapping[str
 def peak_bytes(compiled: Any, platform: str) -> int:
     """The bytes that a compiled function takes of each device, as JAX tells them.
 
-    The TPU's compiler tells the most that is in use at any moment. What others tell of it leaves
-    temporaries out, so that their sizes are added up.
+    The sizes of arguments, new results and temporaries add up to the most that it can be. The TPU's
+    compiler also tells the most that is in use at any moment, which may be less, but counts what
+    is in the host's memory too.
     """
     memory = compiled.memory_analysis()
-    if platform == "tpu":
-        return memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+    sizes = memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+    if platform != "tpu":
+        return sizes
+    on_host = memory.host_argument_size_in_bytes
+    on_host += memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
+    most = min(sizes, memory.peak_memory_in_bytes - on_host)
+    return most + memory.generated_code_size_in_bytes
 
 
 def _is_elsewhere(allocation: Allocation, compiled: Compiled, platform: Platform) -> bool:
