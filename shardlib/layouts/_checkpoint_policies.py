@@ -17,8 +17,8 @@ from shardlib.layouts._remat_policy import Encoding, Remat, RematByBlock
 
 # What is named so belongs to the activation whose name comes before, and is never compressed.
 BESIDE = ":beside"
-# The name of what attention makes of the values, and JAX's of attention by cuDNN. What backward needs
-# of it has no name, since it is within a derivative of JAX's own; the operation itself is asked for.
+# The name of what attention makes of the values, and JAX's of attention by cuDNN. What backward
+# needs of that has no name, within a derivative of JAX's own; the operation itself is asked for.
 CONTEXT = "context"
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 # The operation that an activation of a name goes through, whose policy says how it is encoded.
