@@ -671,7 +671,7 @@ def test_checkpoint_failures_end_the_process_and_keep_good_checkpoints(tmp_path)
     assert run.returncode == 1 and "PermissionError" in run.stderr, run.stderr
     # Not always the last line: asyncio tells, at the end, of writes that nobody waited for.
     ends = [line for line in run.stderr.splitlines() if line.startswith("OSError: ")]
-    assert len(ends) == 1, run.stderr
+    assert ends and "could not be saved" in ends[-1], run.stderr
 
 
 def test_checkpoints_refuse_wrong_arguments(tmp_path):
