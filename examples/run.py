@@ -507,7 +507,10 @@ def _schedule(text: str) -> sl.pipeline.Schedule:
             f"{', '.join(sl.pipeline.SCHEDULES)}; `interleaved:4:16:3` has 3 parts on a stage. Got "
             f"`{text}`."
         )
-    return sl.pipeline.SCHEDULES[name](*map(int, numbers))
+    try:
+        return sl.pipeline.SCHEDULES[name](*map(int, numbers))
+    except ValueError as error:
+        raise ValueError(f"The pipeline `{text}`: {error}") from error
 
 
 def _is_count(text: str) -> bool:

@@ -347,10 +347,11 @@ class Layers:
 
 def _minimum(costs: Any, most: Any, constraints: Sequence[LinearConstraint]) -> Any:
     """The whole numbers of least cost: as many as `most` of each choice, and whether any has it."""
+    upper: Any = np.concatenate([most, np.ones(len(most))])
     solution = milp(
         costs,
         integrality=np.ones(len(costs)),
-        bounds=Bounds(0, np.concatenate([most, np.ones(len(most))])),
+        bounds=Bounds(0, upper),
         constraints=constraints,
         # The default gap would let a worse choice pass for the best one.
         options={"mip_rel_gap": 0.0},
