@@ -2,6 +2,7 @@
 
 Five parts, all of them or those that `--part` names. Each needs the TPU's compiler and no
 accelerator, `pip install -e ".[tpu-plan]"`, and has the time it takes on two idle cores.
+`formulas` has programs for H200 besides, where the GPU's compiler is installed, `".[gpu-plan]"`.
 
 `formulas`, some forty minutes, less with `--only`: what each word of `Strategy(remat=...)` keeps of
 a layer (the terms are in `_remat_formulas.py`), and the floating-point operations it recomputes.
