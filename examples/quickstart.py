@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 
 import shardlib as sl
-from models import gpt
+from models import gpt, sampling
 
 CONTEXT, BATCH, STEPS = 64, 32, 500
 RULES = sl.rules.data | sl.rules.tensor
@@ -76,12 +76,12 @@ def sample(state: sl.State, prompt: str) -> str:
     """What the model writes after `prompt`, drawn on the mesh that it was trained on."""
     tokens = jnp.array([list(prompt.encode())])
     rows = jax.device_count()  # the batch is split over the data axes like any other
-    model = nnx.view(state.model, deterministic=True)
+    more, drawn = CONTEXT - tokens.shape[1], sampling.Sampling(temperature=0.7)
     with state.layout.strategy.scope():
-        written = gpt.generate(
-            model, jnp.repeat(tokens, rows, 0), CONTEXT - tokens.shape[1], jax.random.key(0), 0.7
+        written = sampling.generate(
+            state.model, jnp.repeat(tokens, rows, 0), more, jax.random.key(0), drawn
         )
-    return bytes(np.asarray(written[0]).astype(np.uint8)).decode(errors="replace")
+    return prompt + bytes(np.asarray(written[0]).astype(np.uint8)).decode(errors="replace")
 
 
 def main(steps: int = STEPS) -> None:

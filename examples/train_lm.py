@@ -32,7 +32,7 @@ from jax.experimental import multihost_utils
 import shardlib as sl
 import shardlib.data
 from examples.run import MAY_CHANGE, OF_TEXTS, Run, from_command_line, recorded
-from models import gpt
+from models import decoding, sampling
 
 
 def main(arguments: list[str]) -> None:
@@ -186,11 +186,15 @@ def sample(state: sl.State, run: Run, tokenizer: shardlib.data.Tokenizer, length
     strategy = run.strategy
     # Each draws its own.
     rows = math.prod(strategy.device_mesh.shape[axis] for axis in strategy.batch_axes)
-    prompt = jnp.array([tokenizer.encode_batch([run.prompt])[0]] * rows)
-    length = min(length, run.model.context - prompt.shape[1])
-    with strategy.scope():
-        written = gpt.generate(state.model, prompt, length, jax.random.key(run.seed), 0.7)
-    return tokenizer.decode(multihost_utils.process_allgather(written, tiled=True)[0])
+    prompt = tokenizer.encode_batch([run.prompt])[0]
+    length = min(length, run.model.context - len(prompt))
+    prompts, key = jnp.array([prompt] * rows), jax.random.key(run.seed)
+    with sl.use(decoding.rules(strategy.rules), strategy.device_mesh):
+        written = sampling.generate(
+            state.model, prompts, length, key, sampling.Sampling(temperature=0.7)
+        )
+    row = multihost_utils.process_allgather(written, tiled=True)[0]
+    return tokenizer.decode([*prompt.tolist(), *row.tolist()])
 
 
 if __name__ == "__main__":

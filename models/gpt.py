@@ -1,23 +1,10 @@
 """One decoder that is GPT-1, GPT-2 and Llama by configuration: Flax NNX, every dim named, no device
 mentioned.
 
-Shape suffixes, with the names the rules know a dim by (weights / activations):
-
-    B  batch                 S  sequence (seq; residual_seq in the residual stream)
-    D  width (embed / act_embed)            F  hidden width of the MLP (mlp / act_mlp)
-    H  query heads (heads / act_heads)      G  key and value heads (kv_heads / act_kv_heads)
-    K  size of one head (head_dim)          V  rows of the vocabulary (vocab / act_vocab)
-
-What Megatron's rules make of it (`sl.rules.tensor`): the residual stream is whole on every device
-of `model`, and each half of a block leaves it once and returns once. Each device multiplies by its
-own heads, or by its own part of the MLP, and the partial products are summed on the way back: one
-all-reduce per half forward, and one backward, where the half left the stream. Under
-`sl.rules.tensor_sequence` the stream is split along the sequence, and the same annotations make
-each all-reduce an all-gather on leaving and a reduce-scatter on returning.
+Its layers, the suffixes of shapes and the names of dims are those of `models/layers.py`.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,24 +14,31 @@ from flax import nnx
 
 import shardlib as sl
 from models.gpt_config import GPTConfig as GPTConfig
+from models.gpt_config import LatentAttention as LatentAttention
 from models.gpt_config import gpt1 as gpt1
 from models.gpt_config import gpt2 as gpt2
 from models.gpt_config import gpt2_xl as gpt2_xl
 from models.gpt_config import llama2_7b as llama2_7b
 from models.gpt_config import llama3_8b as llama3_8b
 from models.gpt_config import tiny as tiny
-
-RESIDUAL = ("batch", "residual_seq", "act_embed")
-WHOLE = ("batch", "seq", "act_embed")
-HEADS = ("batch", "seq", "act_heads", "head_dim")
-KV_HEADS = ("batch", "seq", "act_kv_heads", "head_dim")
-HIDDEN = ("batch", "seq", "act_mlp")
-LOGITS = ("batch", "seq", "act_vocab")
-STANDARD_DEVIATION = 0.02  # of every initial kernel and embedding, as GPT-1 and GPT-2 have it
-
-Rotation = tuple[jax.Array, jax.Array]
-normal = nnx.initializers.normal
-named = sl.checkpoint_name
+from models.latent_attention import attention
+from models.layers import (
+    LOGITS,
+    MLP,
+    RESIDUAL,
+    STANDARD_DEVIATION,
+    WHOLE,
+    Attend,
+    Attention,
+    Dropout,
+    Norm,
+    Rotation,
+    fold_in,
+    lay_out,
+    named,
+    normal,
+    parameter,
+)
 
 
 class Seen(NamedTuple):
@@ -56,245 +50,19 @@ class Seen(NamedTuple):
     memory_segments_BT: jax.Array | None = None
     real_BS: jax.Array | None = None  # false for padding, which no expert should have
 
-
-def parameter(
-    init: Callable[..., Any], config: GPTConfig, *names: str, rngs: nnx.Rngs
-) -> nnx.Param:
-    """A parameter with a dim for each name, of the size the configuration gives that name."""
-    shape = tuple(config.dims[name] for name in names)
-    return nnx.Param(sl.logical(init, *names)(rngs.params(), shape, config.param_dtype))
-
-
-class Projection(nnx.Module):
-    """A kernel from some named dims to others, and a bias.
-
-    The kernel has its outputs first, as PyTorch stores them and as its gradient comes out of the
-    product: with inputs first, every backward pass would transpose every gradient.
-    """
-
-    def __init__(
-        self,
-        inputs: tuple[str, ...],
-        outputs: tuple[str, ...],
-        config: GPTConfig,
-        *,
-        std: float = STANDARD_DEVIATION,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.contracted = len(inputs)
-        self.kernel = parameter(normal(std), config, *outputs, *inputs, rngs=rngs)
-        self.bias = (
-            parameter(nnx.initializers.zeros, config, *outputs, rngs=rngs) if config.bias else None
-        )
-
-    def __call__(self, x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
-        """Multiply over the last dims of `x`, which are the kernel's last too, lay the product out,
-        add the bias.
+    def arranged(self) -> "Seen":
+        """The same in the order in which the rules lay tokens out over devices, laid out so. What
+        an encoder made is so already.
         """
-        # In this order: where the product is a sum over devices, the bias belongs to the sum, once.
-        return self.add_bias(self.product(x, *layouts))
 
-    def product(self, x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
-        """The same without the bias, for what adds it itself."""
-        last = tuple(range(-self.contracted, 0))
-        return lay_out(jnp.tensordot(x, self.kernel[...].astype(x.dtype), (last, last)), *layouts)
+        def laid_out(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else sl.shard(sl.context.arrange(x), "batch", "seq")
 
-    def add_bias(self, product: jax.Array) -> jax.Array:
-        """A product with the bias added, where there is one."""
-        if self.bias is None:
-            return product
-        return (product + self.bias[...]).astype(product.dtype)
-
-
-def project(
-    x: jax.Array, names: tuple[str, ...], *projections: tuple[Projection, tuple[str, ...]]
-) -> list[jax.Array]:
-    """What several projections make of one array, each with the names of its result's dims.
-
-    Those of `x` are as it is laid out: for the products it leaves the residual stream.
-    """
-    kernels = [projection.kernel[...].astype(x.dtype) for projection, _ in projections]
-    outputs = [layout for _, layout in projections]
-    products = sl.kernels.projections(x, kernels, names=names, outputs=outputs)
-    pairs = zip(projections, products, strict=True)
-    return [projection.add_bias(product) for (projection, _), product in pairs]
-
-
-def lay_out(x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
-    """Name the dims of `x` one way, then another; the gradient takes the same way back.
-
-    `RESIDUAL, WHOLE` leaves the residual stream: what was split along the sequence is gathered, its
-    gradient summed and scattered. `WHOLE, RESIDUAL` returns to it: a sum over devices is scattered,
-    its gradient gathered. Both names are said although the second decides, lest the partitioner
-    carry one side's layout over to the other.
-    """
-    for names in layouts:
-        x = sl.shard(x, *names)
-    return x
-
-
-class Norm(nnx.Module):
-    """LayerNorm, or RMSNorm, which is LayerNorm without the centring and the bias."""
-
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.epsilon = config.norm_epsilon
-        self.centred = config.norm == "layer"
-        self.kernels = config.kernels
-        self.scale = parameter(nnx.initializers.ones, config, "embed", rngs=rngs)
-        biased = self.centred and config.bias
-        self.bias = (
-            parameter(nnx.initializers.zeros, config, "embed", rngs=rngs) if biased else None
+        return self._replace(
+            segments_BS=laid_out(self.segments_BS),
+            memory_segments_BT=laid_out(self.memory_segments_BT),
+            real_BS=laid_out(self.real_BS),
         )
-
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """Of the residual stream."""
-        if self.kernels != "xla":
-            return self._by_kernel(x_BSD)
-        y_BSD = x_BSD.astype(jnp.float32)
-        if self.centred:
-            y_BSD -= y_BSD.mean(-1, keepdims=True)
-        y_BSD *= (
-            jax.lax.rsqrt(jnp.square(y_BSD).mean(-1, keepdims=True) + self.epsilon)
-            * self.scale[...]
-        )
-        return (y_BSD if self.bias is None else y_BSD + self.bias[...]).astype(x_BSD.dtype)
-
-    def of_sum(self, x_BSD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of the residual stream with what is added to it, and that sum."""
-        if self.kernels != "xla":
-            return self._by_kernel(x_BSD, residual=y_BSD)
-        x_BSD = lay_out(x_BSD + y_BSD, RESIDUAL)
-        return self(x_BSD), x_BSD
-
-    def _by_kernel(self, x_BSD: jax.Array, **more: Any) -> Any:
-        weights = [one[...] for one in (self.scale, self.bias) if one is not None]
-        norm = sl.kernels.layer_norm if self.centred else sl.kernels.rms_norm
-        return norm(
-            x_BSD,
-            *weights,
-            names=RESIDUAL,
-            epsilon=self.epsilon,
-            implementation=self.kernels,
-            **more,
-        )
-
-
-class Attention(nnx.Module):
-    """Attention, causal unless said otherwise, in which each key and value head serves a group of
-    query heads.
-    """
-
-    def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
-        self.causal = causal
-        self.implementation = config.attention
-        self.query = Projection(("embed",), ("heads", "head_dim"), config, rngs=rngs)
-        self.key = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
-        self.value = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
-        self.output = Projection(
-            ("heads", "head_dim"), ("embed",), config, std=returning_std(config), rngs=rngs
-        )
-
-    def __call__(
-        self,
-        x_BSD: jax.Array,
-        rotation: Rotation | None = None,
-        segments_BS: jax.Array | None = None,
-        memory_BTD: jax.Array | None = None,
-        memory_segments_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """What each token makes of those it sees: of its own segment, in the memory where one is
-        given.
-        """
-        own, others = (self.query, HEADS), [(self.key, KV_HEADS), (self.value, KV_HEADS)]
-        if memory_BTD is None:
-            q_BSHK, k_BTGK, v_BTGK = project(x_BSD, RESIDUAL, own, *others)
-        else:
-            (q_BSHK,) = project(x_BSD, RESIDUAL, own)
-            k_BTGK, v_BTGK = project(memory_BTD, WHOLE, *others)
-        if rotation is not None:
-            q_BSHK = sl.kernels.rotate(q_BSHK, *rotation)
-            k_BTGK = sl.kernels.rotate(k_BTGK, *rotation)
-        # Query head h attends with key head h // (H / G), so a device that holds whole groups needs
-        # nobody else's.
-        segments = None
-        memory_BT = segments_BS if memory_BTD is None else memory_segments_BT
-        if segments_BS is not None and memory_BT is not None:
-            segments = (segments_BS, memory_BT) if memory_BTD is not None else segments_BS
-        q_BSHK, k_BTGK = named(q_BSHK, "query", HEADS), named(k_BTGK, "key", KV_HEADS)
-        v_BTGK = named(v_BTGK, "value", KV_HEADS)
-        y_BSHK = lay_out(self._attend(q_BSHK, k_BTGK, v_BTGK, segments), HEADS)
-        return named(self.output(y_BSHK, WHOLE, RESIDUAL), "attention_out", RESIDUAL)
-
-    def _attend(
-        self, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments: Any
-    ) -> jax.Array:
-        """What each query takes from the values, by the implementation of the configuration.
-
-        Segments are those of queries and keys, one array where they are the same, or None.
-        """
-        if self.implementation != "xla":
-            return sl.kernels.attention(
-                q_BSHK,
-                k_BTGK,
-                v_BTGK,
-                names=HEADS,
-                kv_names=KV_HEADS,
-                causal=self.causal,
-                segment_ids=segments,
-                implementation=self.implementation,
-            )
-        attend = sl.remat(functools.partial(attend_whole, self.causal), part="scores")
-        # `sl.kernels.attention` names its result itself, and keeps no scores.
-        return named(attend(q_BSHK, k_BTGK, v_BTGK, segments), "context", HEADS)
-
-
-def attend_whole(
-    causal: bool, q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments: Any
-) -> jax.Array:
-    """Plain attention, with all scores in memory, and the mask of segments that is as large."""
-    same_B1ST = None
-    if segments is not None:
-        own_BS, other_BT = segments if isinstance(segments, tuple) else (segments, segments)
-        same_B1ST = (own_BS[:, :, None] == other_BT[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        q_BSHK, k_BTGK, v_BTGK, mask=same_B1ST, is_causal=causal, implementation="xla"
-    )
-
-
-class MLP(nnx.Module):
-    """GPT's two matrices around a GELU, or Llama's three around a gated unit (SwiGLU)."""
-
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.kind = config.mlp
-        self.up = Projection(("embed",), ("mlp",), config, rngs=rngs)
-        self.gate = Projection(("embed",), ("mlp",), config, rngs=rngs) if config.gated else None
-        self.down = Projection(("mlp",), ("embed",), config, std=returning_std(config), rngs=rngs)
-
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        if self.gate is not None:
-            both = (self.gate, HIDDEN), (self.up, HIDDEN)
-            gate_BSF, up_BSF = project(x_BSD, RESIDUAL, *both)
-            gate_BSF, up_BSF = named(gate_BSF, "mlp_gate", HIDDEN), named(up_BSF, "mlp_up", HIDDEN)
-            h_BSF = activate(gate_BSF, self.kind, up=up_BSF)
-        else:
-            x_BSD = lay_out(x_BSD, RESIDUAL, WHOLE)
-            # The bias is added by the activation, so that the sum is never in memory.
-            bias_F = None if self.up.bias is None else self.up.bias[...]
-            up_BSF = named(self.up.product(x_BSD, HIDDEN), "mlp_up", HIDDEN)
-            h_BSF = activate(up_BSF, self.kind, bias=bias_F)
-        h_BSF = named(h_BSF, "mlp_hidden", HIDDEN)
-        return named(self.down(h_BSF, WHOLE, RESIDUAL), "mlp_out", RESIDUAL)
-
-
-def activate(
-    x: jax.Array, kind: str, *, up: jax.Array | None = None, bias: jax.Array | None = None
-) -> jax.Array:
-    """What an MLP of a kind has between its matrices: GPT's GELU or a ReLU, of `x` and a bias, or a
-    gated unit, in which `x` is the gate of `up`.
-    """
-    if up is not None:
-        return sl.kernels.glu(x, up, "silu" if kind == "swiglu" else "gelu_tanh")
-    return sl.kernels.activate(x, bias, "gelu_tanh" if kind == "gelu" else "relu")
 
 
 class Block(nnx.Module):
@@ -309,20 +77,40 @@ class Block(nnx.Module):
     ) -> None:
         self.norm_first = config.norm_first
         self.attention_norm = Norm(config, rngs=rngs)
-        self.attention = Attention(config, causal=causal, rngs=rngs)
+        self.attention = attention(config, causal=causal, rngs=rngs)
         self.cross_norm = Norm(config, rngs=rngs) if cross else None
         self.cross = Attention(config, causal=False, rngs=rngs) if cross else None
         self.mlp_norm = Norm(config, rngs=rngs)
         self.mlp = self._mlp(config, rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def _mlp(self, config: Any, rngs: nnx.Rngs) -> Any:
         return MLP(config, rngs=rngs)
+
+    @property
+    def blocks(self) -> list["Block"]:
+        """The blocks that this is, one after the other: itself."""
+        return [self]
 
     def __call__(
         self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen
     ) -> tuple[jax.Array, Any]:
         x_BSD, read_BSD = self._attended(x_BSD, key, seen)
+        return self._fed(x_BSD, read_BSD, key, seen)
+
+    def by(self, attend: Attend, x_BSD: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
+        """The residual stream after the block, whose tokens see what `attend` has them see, and
+        what that gives besides. Nothing is dropped.
+        """
+        read_BSD = self.attention_norm(x_BSD) if self.norm_first else x_BSD
+        y_BSD, kept = self.attention.by(attend, read_BSD, seen.rotation)
+        norms = self.attention_norm, self.mlp_norm
+        return self._fed(*self._added(x_BSD, y_BSD, norms, None), None, seen)[0], kept
+
+    def _fed(
+        self, x_BSD: jax.Array, read_BSD: jax.Array, key: jax.Array | None, seen: Seen
+    ) -> tuple[jax.Array, Any]:
+        """The residual stream after the MLP, which reads `read_BSD`, and what it gives besides."""
         return self._returned(x_BSD, self.mlp(read_BSD), key), None
 
     def _attended(
@@ -384,7 +172,7 @@ class GPT(nnx.Module):
         self.positions = (
             parameter(init, config, "position", "embed", rngs=rngs) if learned else None
         )
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
         self.blocks = self._blocks(config, rngs)
         self.norm = Norm(config, rngs=rngs) if config.norm_first else None
@@ -406,7 +194,8 @@ class GPT(nnx.Module):
         Where `segments_BS` is given, a token sees those of its own segment alone: documents packed
         into one sequence.
         """
-        return self.logits(self.features(tokens_BS, segments_BS, key=key))
+        x_BSD = self.features(tokens_BS, segments_BS, key=key)
+        return sl.context.restore(self.logits(x_BSD))
 
     def features(
         self,
@@ -415,7 +204,9 @@ class GPT(nnx.Module):
         *,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """What the head reads: the residual stream after the last block, whole."""
+        """What the head reads: the residual stream after the last block, whole, in the order of
+        `sl.context.arrange`.
+        """
         key = key if self.config.dropout else None
         x_BSD, _ = self._run(
             tokens_BS, self.blocks, self.config.layers, key, Seen(segments_BS=segments_BS)
@@ -433,20 +224,55 @@ class GPT(nnx.Module):
         key: jax.Array | None,
         seen: Seen,
         name: str = "layers",
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """The residual stream after `count` blocks, one after the other, and what each gives
-        besides; `name` is their dim's.
+        besides; `name` is their dim's. Tokens are at `positions`, as `_embed` takes them. All come
+        in the order of the sequence, and the stream is in that of `sl.context.arrange`.
         """
+        own_key = fold_in(key if self.config.dropout else None, count)
+        x_BSD, seen = self._entered(tokens_BS, own_key, seen, positions)
+        x_BSD = self._before(x_BSD, key, seen)
+        keys = None if key is None else keys_of(key, count)
+        return self._through(blocks, x_BSD, keys, seen, name)
+
+    def _entered(
+        self,
+        tokens_BS: jax.Array,
+        key: jax.Array | None,
+        seen: Seen,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, Seen]:
+        """The residual stream before the first block, and what blocks see beside it."""
         config = self.config
         if (S := tokens_BS.shape[1]) > config.context:
             raise ValueError(
                 f"A sequence of {S} tokens does not fit "
                 f"`{type(config).__name__}(context={config.context})`."
             )
-        x_BSD = self._embed(sl.shard(tokens_BS, "batch", "seq"))
-        x_BSD = self.dropout(x_BSD, rngs=fold_in(key if config.dropout else None, count))
+        if sl.context.is_arranged(S) and positions is None:
+            positions = jnp.arange(S)
+        if positions is not None:
+            positions = sl.context.arrange(positions, positions.ndim - 1)
+        tokens_BS, seen = sl.context.arrange(tokens_BS), seen.arranged()
+        x_BSD = self._embed(sl.shard(tokens_BS, "batch", "seq"), positions)
+        x_BSD = self.dropout(x_BSD, rngs=key)
         if self.positions is None:
-            seen = seen._replace(rotation=rotations(S, config.dims["head_dim"], config.rope_theta))
+            at = jnp.arange(S, dtype=jnp.float32) if positions is None else positions
+            rotation = rotations(at, config.rotary_dim, config.rope_theta)
+            seen = seen._replace(rotation=rotation)
+        return x_BSD, seen
+
+    def _before(self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen) -> jax.Array:
+        """The residual stream that the stack of blocks is given."""
+        return x_BSD
+
+    def _through(
+        self, blocks: Any, x_BSD: jax.Array, keys: jax.Array | None, seen: Seen, name: str
+    ) -> tuple[jax.Array, Any]:
+        """The residual stream after a stack of blocks, each with a key of its own if there are
+        some, and what each gives besides; `name` is that of the stack's dim.
+        """
         # Blocks change nothing in themselves; said so (`graph_updates=False`), a model may be
         # closed over by `jax.jit`.
         checkpoint = functools.partial(nnx.remat, prevent_cse=False, graph_updates=False)
@@ -454,24 +280,26 @@ class GPT(nnx.Module):
             lambda block, x_BSD, key, seen: block(named(x_BSD, "block_in"), key, seen),
             checkpoint=checkpoint,
         )
-        keys = (
-            None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
-        )
         axes = {
             "in_axes": (0, nnx.Carry, 0, None),
             "out_axes": (nnx.Carry, 0),
             "transform_metadata": {nnx.PARTITION_NAME: name},
-            "unroll": config.unroll,
+            "unroll": self.config.unroll,
         }
         return nnx.scan(block, **axes, graph_updates=False)(blocks, x_BSD, keys, seen)
 
-    def _embed(self, tokens_BS: jax.Array) -> jax.Array:
+    def _embed(self, tokens_BS: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """The residual stream before the first block. Tokens are at `positions`, `[S]` or `[B, S]`;
+        where these are left out, at the first.
+        """
         # From a table split over `vocab` the partitioner takes the rows that are here and zeros for
         # the others, and adds up. A token that is no row of the table is nan, which is better than
         # another token's row.
         x_BSD = lay_out(self.embedding[...].at[tokens_BS].get(mode="fill"), WHOLE, RESIDUAL)
-        if self.positions is not None:
+        if self.positions is not None and positions is None:
             x_BSD += self.positions[: tokens_BS.shape[1]]
+        elif self.positions is not None:
+            x_BSD += self.positions[...].at[positions].get(mode="fill")
         return x_BSD.astype(self.config.dtype or x_BSD.dtype)
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
@@ -501,6 +329,11 @@ class GPT(nnx.Module):
         )
 
 
+def keys_of(key: jax.Array, count: int) -> jax.Array:
+    """A key of its own for each of so many blocks."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
+
+
 def stack(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs, name: str = "layers") -> Any:
     """Blocks as one block whose parameters have a leading dim of this name: compiled once, whatever
     the depth.
@@ -514,12 +347,12 @@ def stack(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs, name: str
     return blocks(rngs)
 
 
-def rotations(S: int, K: int, theta: float) -> Rotation:
-    """Cosine and sine of each position's angle for each pair of a head's dims, as
-    `[S, 1, K / 2]`.
+def rotations(positions: jax.Array, K: int, theta: float) -> Rotation:
+    """Cosine and sine of each position's angle for each pair of a head's dims: `[S, 1, K / 2]` of
+    positions `[S]`, and `[B, S, 1, K / 2]` of `[B, S]`.
     """
     frequency = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
-    angle = jnp.arange(S, dtype=jnp.float32)[:, None, None] * frequency
+    angle = positions.astype(jnp.float32)[..., None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -530,21 +363,33 @@ def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) 
     `batch["tokens"]` is `[B, S + 1]`, and so is `batch["segments"]`, the number of each token's
     document. `batch["mask"]` is `[B, S]` and speaks of the targets. Either may be absent.
     """
-    tokens, mask_BS = batch["tokens"], batch.get("mask")
-    segments_BS = (
-        sl.shard(batch["segments"][:, :-1], "batch", "seq") if "segments" in batch else None
-    )
-    return entropy(
-        model, model.features(tokens[:, :-1], segments_BS, key=rng), tokens[:, 1:], mask_BS
-    )
+    tokens_BS, targets_BS, segments_BS = shifted(batch)
+    x_BSD = model.features(tokens_BS, segments_BS, key=rng)
+    return entropy(model, x_BSD, targets_BS, batch.get("mask"))
+
+
+def shifted(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Tokens, the targets one further, and the tokens' segments, if the batch has some.
+
+    Each row is whole on its devices: of a sequence that is split already, devices would exchange
+    tokens to leave out the first or the last, and stages of a pipeline cannot.
+    """
+    tokens, segments = batch["tokens"], batch.get("segments")
+    parts = [tokens[:, :-1], tokens[:, 1:]]
+    if segments is not None:
+        parts.append(segments[:, :-1])
+    tokens_BS, targets_BS, *rest = (sl.shard(part, "batch", None) for part in parts)
+    return tokens_BS, targets_BS, rest[0] if rest else None
 
 
 def entropy(
     model: GPT, x_BSD: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None
 ) -> sl.WeightedMean:
     """The mean cross-entropy from what the head reads, over the targets that the mask keeps, as the
-    configuration says.
+    configuration says. Targets and mask come in the order of the sequence.
     """
+    targets_BS = sl.context.arrange(targets_BS)
+    mask_BS = None if mask_BS is None else sl.context.arrange(mask_BS)
     if model.config.fused_loss:
         return _mean(model.losses(x_BSD, targets_BS), mask_BS)
     return cross_entropy(model.logits(x_BSD), targets_BS, mask_BS)
@@ -579,44 +424,3 @@ def decays(params: Any) -> Any:
         }
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
-
-
-@functools.partial(nnx.jit, static_argnames="length")
-def generate(
-    model: GPT, prompt: jax.Array, length: int, key: jax.Array, temperature: float | jax.Array = 1.0
-) -> jax.Array:
-    """Continue every row of `prompt` by `length` tokens; temperature 0 takes the likeliest each
-    time.
-
-    For a first look at a trained model: without a cache of keys and values, each token costs a pass
-    over all of them.
-    """
-    model = nnx.view(model, deterministic=True)
-    B, start = prompt.shape
-    greedy = temperature == 0
-    tokens = jnp.concatenate([prompt, jnp.zeros((B, length), prompt.dtype)], axis=1)
-
-    def extend(at: jax.Array, tokens: jax.Array) -> jax.Array:
-        # Tokens after `at` are still zeros; attention is causal, so they change nothing before
-        # them.
-        last_B1D = jax.lax.dynamic_slice_in_dim(model.features(tokens), at - 1, 1, axis=1)
-        logits_BV = model.logits(last_B1D)[:, 0].astype(jnp.float32)
-        drawn = jax.random.categorical(
-            jax.random.fold_in(key, at), logits_BV / jnp.where(greedy, 1, temperature)
-        )
-        chosen = jnp.where(greedy, logits_BV.argmax(-1), drawn).astype(tokens.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(tokens, chosen[:, None], at, axis=1)
-
-    return jax.lax.fori_loop(start, start + length, extend, tokens)
-
-
-def returning_std(config: GPTConfig) -> float:
-    """GPT-2's: 2 * layers products are added up in the residual stream, which should not grow with
-    the depth.
-    """
-    return STANDARD_DEVIATION / math.sqrt(2 * config.layers)
-
-
-def fold_in(key: jax.Array | None, number: int) -> jax.Array | None:
-    """A key of its own for each number, where there is a key."""
-    return None if key is None else jax.random.fold_in(key, number)

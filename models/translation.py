@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import shardlib as sl
-from models import gpt, moe
+from models import gpt, layers, moe
 
 GSHARD = sl.experts.Top2()
 ENCODER = "encoder_layers"  # the dim of its stack: a pipeline tells it from the decoder's
@@ -34,6 +34,13 @@ class TranslationConfig(moe.MoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for field in ("dense_layers", "latent"):
+            if getattr(self, field) is not None:
+                raise ValueError(
+                    f"`TranslationConfig({field}={getattr(self, field)!r})`: an encoder and a "
+                    "decoder have plain attention, and experts from the first stretch on; leave "
+                    f"`{field}` out."
+                )
         if self.layers % (2 * self.every):
             raise ValueError(
                 f"`TranslationConfig(layers={self.layers})` has half of them in the encoder and "
@@ -85,7 +92,7 @@ class Translation(moe.MoE):
         self.stretches = config.stretches
         encoder = lambda rngs: moe.Stretch(config, causal=False, rngs=rngs)  # noqa: E731
         self.encoder = gpt.stack(encoder, config.stretches, rngs, ENCODER)
-        self.encoder_norm = gpt.Norm(config, rngs=rngs) if config.norm_first else None
+        self.encoder_norm = layers.Norm(config, rngs=rngs) if config.norm_first else None
 
     def _blocks(self, config: Any, rngs: nnx.Rngs) -> Any:
         return gpt.stack(
@@ -99,7 +106,9 @@ class Translation(moe.MoE):
         *,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, sl.experts.MoEStats]:
-        """What the decoder attends to; `real_BT` is false for padding."""
+        """What the decoder attends to, in the order of `sl.context.arrange`; `real_BT` is false for
+        padding.
+        """
         seen = gpt.Seen(segments_BS=_segments(real_BT), real_BS=real_BT)
         x_BTD, stats = self._run(source_BT, self.encoder, self.stretches, key, seen, ENCODER)
         return self._last(x_BTD, self.encoder_norm), stats
@@ -113,14 +122,14 @@ class Translation(moe.MoE):
         *,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, sl.experts.MoEStats]:
-        """What the head reads for the token after each of the target, and what the layers of
-        experts tell: the mean over all.
+        """What the head reads for the token after each of the target, in the order of
+        `sl.context.arrange`, and what the layers of experts tell: the mean over all.
         """
-        memory_BTD, of_encoder = self.encoded(source_BT, real_BT, key=gpt.fold_in(key, 0))
+        memory_BTD, of_encoder = self.encoded(source_BT, real_BT, key=layers.fold_in(key, 0))
         segments_BS = None if real_BT is None else jnp.ones(target_BS.shape, int)
         seen = gpt.Seen(None, segments_BS, memory_BTD, _segments(real_BT), real_BS)
         x_BSD, of_decoder = self._run(
-            target_BS, self.blocks, self.stretches, gpt.fold_in(key, 1), seen
+            target_BS, self.blocks, self.stretches, layers.fold_in(key, 1), seen
         )
         stats = jax.tree.map(lambda a, b: (a.mean(0) + b.mean(0)) / 2, of_encoder, of_decoder)
         return self._last(x_BSD, self.norm), stats
@@ -132,7 +141,7 @@ class Translation(moe.MoE):
         layers of experts tell.
         """
         x_BSD, stats = self.decoded(*tokens, key=key)
-        return self.logits(x_BSD), stats
+        return sl.context.restore(self.logits(x_BSD)), stats
 
 
 def _segments(real: jax.Array | None) -> jax.Array | None:
@@ -148,7 +157,7 @@ def loss(
     `batch["source"]` is `[B, T]`, `batch["target"]` is `[B, S + 1]`. Where `batch["pad"]`, a number
     for each example, is given, it is the token that pads both.
     """
-    source_BT, target = (sl.shard(batch[name], "batch", "seq") for name in ("source", "target"))
+    source_BT, target = (sl.shard(batch[name], "batch", None) for name in ("source", "target"))
     config, real_BT, mask_BS, real_BS = model.config, None, None, None
     if "pad" in batch:
         pad_B1 = batch["pad"][:, None]

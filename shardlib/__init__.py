@@ -1,6 +1,7 @@
 """shardlib: name the dimensions of a model once, and run it on any mesh."""
 
 from shardlib import collectives as collectives
+from shardlib import context as context
 from shardlib import data as data
 from shardlib import experts as experts
 from shardlib import kernels as kernels

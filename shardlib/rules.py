@@ -5,12 +5,17 @@ preset knows all names of the library's models, so presets unite with one anothe
 own rules: `tensor | data` is data and tensor parallelism on a mesh with both axes.
 """
 
+from typing import Any
+
+from shardlib._text import listed
+from shardlib.checks import _arguments as check
 from shardlib.layouts._rules import AxisRules
 
 # Weights and activations have names of their own (`mlp`, `act_mlp`), for FSDP splits only weights.
 vocabulary = AxisRules.knowing(
     "batch", "seq", "residual_seq", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp",
-    "encoder_layers", "layers",
+    "query_rank", "kv_rank", "key_dim", "rotary_dim", "value_dim",
+    "encoder_layers", "dense_layers", "layers", "cache_seq",
     "position", "experts", "routes", "act_embed", "act_heads", "act_kv_heads", "act_mlp",
     "act_vocab",
 )  # fmt: skip
@@ -46,3 +51,40 @@ experts = vocabulary | AxisRules(batch="data", experts="data")
 """GShard's: experts are split over the axis of the data, and tokens go to them; all else is data
 parallel.
 """
+
+
+def context(
+    form: str = "ring", axis: str | tuple[str, ...] = "context", *, order: str = "zigzag"
+) -> AxisRules:
+    """Sequences split over an axis, and what attention does about it.
+
+    Args:
+        form: `"ring"`, `"ulysses"` or `"gather"`, see `AxisRules.attention`, or `"usp"`: a ring of
+            groups of devices, of which each exchanges positions for heads within.
+        axis: of the mesh. `"usp"` takes two: that of the ring, and that within a group.
+        order: of positions over the devices of a ring: `"zigzag"`, each has an early and a late
+            stretch, in models that arrange their tokens so (`sl.context.arrange`); `"sequence"`, as
+            they follow each other, which sends less where all windows are short.
+
+    >>> context("usp", axis=("ring", "ulysses"))["seq"]
+    (('ring', 'ulysses'),)
+    """
+    check.choice("context", "form", form, ("gather", "ring", "ulysses", "usp"))
+    check.choice("context", "order", order, ("zigzag", "sequence"))
+    axes = (axis,) if isinstance(axis, str) else axis
+    takes = 'an axis of the mesh, `"context"`, or several in a tuple'
+    axes = check.texts("context", "axis", axes, takes)
+    if form == "usp" and len(axes) != 2:
+        raise ValueError(
+            f'`context("usp", axis=...)` takes two axes, that of the ring and that of `ulysses`; '
+            f"got {listed(axes)}."
+        )
+    ring = "zigzag" if order == "zigzag" else "ring"
+    forms: Any = {
+        "gather": ("gather",) * len(axes),
+        "ring": (ring,) * len(axes),
+        "ulysses": ("ulysses",) * len(axes),
+        "usp": (ring, "ulysses"),
+    }[form]
+    split = AxisRules(seq=tuple(axes), residual_seq=tuple(axes), cache_seq=tuple(axes))
+    return vocabulary | split.attention(**dict(zip(axes, forms, strict=True)))

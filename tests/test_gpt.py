@@ -353,7 +353,7 @@ def test_gpt_scanned_blocks_equal_a_loop_over_layers(config):
     with sl.unsharded():
         x, rotation = model._embed(tokens), None
         if config.positions == "rotary":
-            rotation = gpt.rotations(16, config.dims["head_dim"], config.rope_theta)
+            rotation = gpt.rotations(jnp.arange(16), config.dims["head_dim"], config.rope_theta)
         for layer in range(3):
             block = nnx.merge(
                 structure, jax.tree.map(lambda leaf, layer=layer: leaf[layer], params)
@@ -362,6 +362,22 @@ def test_gpt_scanned_blocks_equal_a_loop_over_layers(config):
         np.testing.assert_allclose(
             call(model, tokens), model.logits(model.norm(x)), rtol=1e-4, atol=1e-4
         )
+
+
+def test_gpt_positions_may_be_in_any_order_and_differ_by_row():
+    model, tokens = make(SMALL), tokens_of(SMALL)
+    order = np.random.default_rng(2).permuted(np.tile(np.arange(16), (4, 1)), axis=1)
+    with sl.unsharded():
+        embedded = model._embed(tokens)
+        by_row = model._embed(np.take_along_axis(tokens, order, 1), order)
+        alike = model._embed(tokens[:, order[0]], order[0])
+        assert jnp.isnan(model._embed(tokens, jnp.arange(16) + 1)[:, -1]).all()
+    np.testing.assert_array_equal(np.take_along_axis(embedded, order[..., None], 1), by_row)
+    np.testing.assert_array_equal(embedded[:, order[0]], alike)
+    cos, sin = gpt.rotations(jnp.arange(16), 4, 10_000.0)
+    cosines, sines = gpt.rotations(jnp.asarray(order), 4, 10_000.0)
+    np.testing.assert_array_equal(cosines, cos[order])
+    np.testing.assert_array_equal(sines, sin[order])
 
 
 @pytest.mark.parametrize("unroll", [2, 3])  # with a layer left over, and without a loop
@@ -442,23 +458,6 @@ def test_gpt_dropout_draws_a_new_mask_in_every_layer_and_place(monkeypatch):
         jax.block_until_ready(call(make(config), tokens_of(config), jax.random.key(0)))
     jax.effects_barrier()
     assert len(set(keys)) == len(keys) == 1 + 2 * 3
-
-
-@pytest.mark.long
-def test_gpt_generate_continues_the_prompt():
-    config = replace(SMALL, dropout=0.1)
-    model, prompt = make(config), tokens_of(config, rows=2, length=5)
-    with sl.unsharded():
-        tokens = gpt.generate(model, prompt, 6, jax.random.key(0), 0.0)
-        logits = call(nnx.view(model, deterministic=True), tokens)
-        drawn = [gpt.generate(model, prompt, 6, jax.random.key(seed), 1.0) for seed in range(2)]
-    np.testing.assert_array_equal(tokens[:, :5], prompt)
-    np.testing.assert_array_equal(tokens[:, 5:], logits.argmax(-1)[:, 4:-1])
-    assert (drawn[0] != drawn[1]).any()
-    assert not model.dropout.deterministic
-    with sl.use(RULES["tensor_sequence"], MESH):
-        shorter = gpt.generate(model, prompt, 3, jax.random.key(0), 0.0)
-    np.testing.assert_array_equal(shorter, tokens[:, :8])
 
 
 # Wrong configurations and inputs.

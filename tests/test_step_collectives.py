@@ -124,12 +124,14 @@ def test_sequence_parallelism_on_gpus_gathers_and_scatters_in_every_layer():
     _, found = compile_step(
         mesh_on("h200:1x1x8", "data=2,model=4"), sl.rules.data | sl.rules.tensor_sequence
     )
-    in_layers = collections.Counter(one.kind for one in found if one.times == LAYERS)
-    # Its compiler keeps inputs whole for the backward pass where there is room: nothing is gathered
-    # again.
-    assert in_layers == {"all-gather": 4, "reduce-scatter": 4}, testing.summary(found)
-    assert all(
-        max(one.operand_bytes, one.result_bytes) == STREAM for one in found if one.times == LAYERS
+    in_layers = collections.Counter()
+    for one in found:
+        if one.times == LAYERS:
+            in_layers[one.kind] += max(one.operand_bytes, one.result_bytes)
+    # Two gathers forward and two backward of what is sent back; and once more the two inputs of
+    # which a device kept its part, in one collective with a third. As on TPUs, and as Megatron's.
+    assert in_layers == {"all-gather": 6 * STREAM, "reduce-scatter": 4 * STREAM}, testing.summary(
+        found
     )
 
 

@@ -20,7 +20,7 @@ from test_relate import UNTRAINABLE, public_optimizers, updated
 import shardlib as sl
 from shardlib import testing
 from shardlib._tree import named_leaves
-from shardlib.collectives._zero import split_further
+from shardlib.collectives._zero_split import split_further
 from shardlib.layouts._relate import relate
 
 DATA = sl.AxisRules(batch="data", layers=None, embed=None, mlp=None)
@@ -625,7 +625,7 @@ HYBRID = dict(mesh="pod=2,data=4", rules=PODS)
         (lambda: sl.Zero(3, layers="layers/("), "is no regular expression"),
         (lambda: strategy(zero=1, manual=()), "no axis splits the batch and nothing else"),
         (lambda: sl.Strategy(mesh="fsdp=8", rules=sl.AxisRules(batch="fsdp", embed="fsdp"), zero=1), "no axis splits the"),
-        (lambda: strategy(zero="HYBRID_SHARD"), "of the data axes .'data',. none crosses"),
+        (lambda: strategy(zero="HYBRID_SHARD"), "of the axes .'data',. none crosses"),
         (lambda: strategy(zero="HYBRID_SHARD", dcn="data=8"), "none stays within"),
         (lambda: strategy(zero="HYBRID_SHARD", **HYBRID), "none "
                                                           "crosses.*dcn=\"pod\".*zero=sl.Zero.3, "

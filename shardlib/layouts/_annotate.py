@@ -28,14 +28,8 @@ from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._flax_rules import Pairs, in_force, pairs_in_force, pairs_of
 from shardlib.layouts._remat_policy import Remat, checked_remat, kept_by_blocks
 from shardlib.layouts._resolve import Resolution, resolve
-from shardlib.layouts._rules import (
-    AxisRules,
-    ShardingWarning,
-    as_tuple,
-    check_spec,
-    keep_axes,
-    mesh_text,
-)
+from shardlib.layouts._rules import AxisRules, ShardingWarning
+from shardlib.layouts._specs import as_tuple, check_spec, keep_axes, mesh_text
 from shardlib.machine._torus import TorusDims, torus_dims
 
 

@@ -23,6 +23,12 @@ CONTEXT = "context"
 CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 # The operation that an activation of a name goes through, whose policy says how it is encoded.
 COMPRESSIBLE = "compressible"
+# The name of a condition that says whether something is computed or known without: what comes out
+# is the same, so that no example depends on those that the condition was made of.
+SAME_RESULT = "same_result"
+# The name of what belongs to the examples along its first dim, and depends on no others, however it
+# was made: where tokens are sorted by expert, that cannot be seen.
+BY_EXAMPLE = "by_example"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 from shardlib._tree import map_named
 from shardlib.layouts._relate import Dims, Relation
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import AxisRules, check_spec
+from shardlib.layouts._rules import AxisRules
+from shardlib.layouts._specs import check_spec
 
 Placement: TypeAlias = Callable[[str, tuple[int, ...], PartitionSpec], PartitionSpec]
 

@@ -42,6 +42,7 @@ SCORES = "scores"
 # MaxText's "minimal": results of projections, and attention's context. A gated MLP, another and
 # experts have some each.
 PROJECTED = (
+    *("query_latent", "kv_latent", "rotary_key"),
     *("query", "key", "value", "context", "attention_out"),
     *("mlp_gate", "mlp_up", "mlp_out"),
     *("router", "expert_in", "expert_gate", "expert_up", "expert_out"),

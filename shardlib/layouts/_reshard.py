@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import constrain, mesh_of_shards
 from shardlib.layouts._route import Layout, Piece, Step, Tiles, plan, spec_entries, tile_count
-from shardlib.layouts._rules import check_spec
+from shardlib.layouts._specs import check_spec
 
 
 def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = None) -> jax.Array:

@@ -17,17 +17,8 @@ from jax.sharding import PartitionSpec
 
 from shardlib._text import listed
 from shardlib.checks import _arguments as check
-from shardlib.layouts._rules import (
-    BATCH,
-    Axes,
-    AxisRules,
-    Policy,
-    as_tuple,
-    parts_over,
-    product_text,
-    require_known,
-    spec_entry,
-)
+from shardlib.layouts._rules import BATCH, AxisRules, Policy, require_known
+from shardlib.layouts._specs import Axes, as_tuple, parts_over, product_text, spec_entry
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from shardlib.layouts._rules import as_tuple
+from shardlib.layouts._specs import as_tuple
 
 
 class Piece(NamedTuple):

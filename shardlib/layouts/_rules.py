@@ -1,4 +1,4 @@
-"""Rules from the names of dims to mesh axes, and what is asked of specs.
+"""Rules from the names of dims to mesh axes.
 
 Vocabulary: a *dim* is a dimension of an array, a *name* is what the model calls it, an *axis* is an
 axis of the mesh. A model gives names to the dims of its arrays and never mentions an axis; rules
@@ -7,24 +7,28 @@ rules to an array.
 """
 
 import difflib
-import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
-
-from jax.sharding import PartitionSpec
 
 from shardlib._text import listed
 from shardlib.checks import _arguments as check
-
-Axes: TypeAlias = str | tuple[str, ...] | None
-"""What one candidate says: one axis, several axes together, or None for replicated."""
+from shardlib.layouts._specs import Axes, as_tuple, mesh_text
 
 Policy: TypeAlias = Literal["error", "drop", "pad", "replicate"]
 POLICIES = ("error", "drop", "pad", "replicate")
 
+Form: TypeAlias = Literal["gather", "ring", "zigzag", "ulysses"]
+FORMS = ("gather", "ring", "zigzag", "ulysses")
+RINGS = ("ring", "zigzag")
+
 BATCH = "batch"
 """The dim of examples, a name with a meaning to the library: the axes that split it are data
 axes.
+"""
+
+SEQUENCE = "seq"
+"""The dim of the positions of a sequence: over an axis that splits it and no batch and no weights,
+ZeRO splits state too. Other dims of positions are told apart by `residual_seq` and the like.
 """
 
 EXPERTS = "experts"
@@ -35,6 +39,15 @@ device uses its own part.
 LAYERS = "layers"
 """The dim along which layers are stacked: under a pipeline the axis that splits it is that of the
 stages. A model with several loops over layers tells them apart: `encoder_layers`."""
+
+
+def counts_positions(name: Any) -> bool:
+    """Whether a name of a dim says that it counts the positions of sequences.
+
+    >>> counts_positions("residual_seq")
+    True
+    """
+    return isinstance(name, str) and (name == SEQUENCE or name.endswith(f"_{SEQUENCE}"))
 
 
 def counts_layers(name: object) -> bool:
@@ -67,10 +80,11 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
     AxisRules(seq='model', known={'embed'})
     """
 
-    __slots__ = ("_hash", "_known", "_policies", "_rules")
+    __slots__ = ("_forms", "_hash", "_known", "_policies", "_rules")
     _rules: dict[str, tuple[Axes, ...]]
     _known: frozenset[str]
     _policies: dict[str | None, Policy]
+    _forms: dict[str, Form]
     _hash: int
 
     def __init__(self, rules: Mapping[str, object] | None = None, /, **more: object) -> None:
@@ -91,22 +105,26 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
         rules: dict[str, tuple[Axes, ...]],
         known: Iterable[str] = (),
         policies: Mapping[str | None, Policy] | None = None,
+        forms: Mapping[str, Form] | None = None,
     ) -> "AxisRules":
         """Set the fields of a new object and return it.
 
         `rules` hold checked candidates. A name in `known` that has a rule is not kept there twice.
-        `policies` has the policy of every other name under None.
+        `policies` has the policy of every other name under None. `forms` are those of attention, by
+        axis.
         """
         self._rules = rules
         self._known = frozenset(known).difference(rules)
         self._policies = dict(policies or {})
+        self._forms = dict(forms or {})
         # Rules are part of JAX's jit cache key and hashed at every call, so the hash is kept.
-        self._hash = hash((tuple(rules.items()), self._known, frozenset(self._policies.items())))
+        unordered = frozenset(self._policies.items()), frozenset(self._forms.items())
+        self._hash = hash((tuple(rules.items()), self._known, *unordered))
         return self
 
     def __reduce__(self) -> Any:
         # Hashes of text differ from process to process, so the hash is computed anew.
-        return _rebuilt, (self._rules, self._known, self._policies)
+        return _rebuilt, (self._rules, self._known, self._policies, self._forms)
 
     @classmethod
     def knowing(cls, *names: str) -> "AxisRules":
@@ -140,8 +158,42 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
             if name is not None:
                 require_known(self, [name])
         return AxisRules.__new__(AxisRules)._set(
-            dict(self._rules), self._known, {**self._policies, **chosen}
+            dict(self._rules), self._known, {**self._policies, **chosen}, self._forms
         )
+
+    def attention(self, **forms: Form) -> "AxisRules":
+        """State, axis by axis, how attention works where the axis splits a sequence's positions.
+
+        - `gather`, the default: each device gathers all keys and values.
+        - `ring`: keys and values are passed on from device to device, and each device has those of
+          two at a time.
+        - `zigzag`: a ring whose devices have an early and a late stretch of the sequence each, so
+          that a causal mask leaves all of them equal work. A model arranges its tokens for it,
+          `sl.context.arrange`; where it does not, it is a `ring`.
+        - `ulysses`: heads are split in place of positions while attention is computed. Devices
+          exchange queries, keys and values, and the results.
+
+        A dim that several axes split lists those of a ring first and those of `ulysses` last.
+
+        >>> rules = AxisRules(seq="context").attention(context="ring")
+        >>> rules.attention_form("context"), rules.attention_form("model")
+        ('ring', 'gather')
+        """
+        for axis, form in forms.items():
+            check.choice("attention", axis, form, FORMS)
+        return AxisRules.__new__(AxisRules)._set(
+            dict(self._rules), self._known, self._policies, {**self._forms, **forms}
+        )
+
+    def attention_form(self, axis: str) -> Form:
+        """How attention works where this axis splits positions: see `attention`."""
+        check.text("attention_form", "axis", axis, "an axis of the mesh")
+        return self._forms.get(axis, "gather")
+
+    @property
+    def zigzag_axes(self) -> tuple[str, ...]:
+        """The axes whose devices have an early and a late stretch of a sequence each."""
+        return tuple(axis for axis, form in self._forms.items() if form == "zigzag")
 
     def policy(self, name: str) -> Policy:
         """What happens to a dim of this name that no candidate divides.
@@ -216,6 +268,13 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
                         f"{mesh_text(mesh_shape)}. Change the rule, or give the mesh an axis of "
                         f"size one: `{axis}=1`."
                     )
+        for axis, form in self._forms.items():
+            # No rule would mean that attention is not what was asked for.
+            if axis not in self.axes:
+                raise ValueError(
+                    f"`AxisRules.attention({axis}={form!r})`, and no rule uses the axis `{axis}`. "
+                    f'Split the positions of a sequence over it: `rules | AxisRules(seq="{axis}")`.'
+                )
 
     def __getitem__(self, name: str) -> tuple[Axes, ...]:
         require_known(self, [name])
@@ -239,6 +298,7 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
             {**self._rules, **other._rules},
             self._known | other._known,
             {**self._policies, **other._policies},
+            {**self._forms, **other._forms},
         )
 
     def __eq__(self, other: object) -> bool:
@@ -249,6 +309,7 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
             tuple(self._rules.items()) == tuple(other._rules.items())
             and self._known == other._known
             and self._policies == other._policies
+            and self._forms == other._forms
         )
 
     def __hash__(self) -> int:
@@ -267,6 +328,9 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
         written = f"AxisRules({', '.join(arguments)})"
         if self._policies:
             written += f".indivisible({self._policy_arguments()})"
+        if self._forms:
+            said = ", ".join(f"{axis}={form!r}" for axis, form in self._forms.items())
+            written += f".attention({said})"
         return written
 
     def _policy_arguments(self) -> str:
@@ -280,12 +344,12 @@ class AxisRules(Mapping[str, tuple[Axes, ...]]):
         return ", ".join(arguments)
 
 
-def _rebuilt(rules: Any, known: Any, policies: Any) -> AxisRules:
+def _rebuilt(rules: Any, known: Any, policies: Any, forms: Any) -> AxisRules:
     """Rules from the fields of others, for `pickle` and `copy`.
 
     It is a function of the module because `pickle` finds what to call by its name.
     """
-    return AxisRules.__new__(AxisRules)._set(rules, known, policies)
+    return AxisRules.__new__(AxisRules)._set(rules, known, policies, forms)
 
 
 def require_known(rules: AxisRules, names: Iterable[str], where: str = "") -> None:
@@ -315,105 +379,6 @@ def _axes_of_candidates(candidates: Iterable[Axes]) -> list[str]:
     for axes in candidates:
         axes_mentioned.extend(as_tuple(axes))
     return axes_mentioned
-
-
-def check_spec(
-    mesh_shape: Mapping[str, int],
-    spec: PartitionSpec,
-    shape: tuple[int, ...],
-    *,
-    what: str = "array",
-) -> PartitionSpec:
-    """Check a literal `PartitionSpec` for an array, and return it.
-
-    It must obey what names do: every axis is one of the mesh, splits one dim, and splits it evenly.
-    `what` is what messages call the array.
-    """
-    array = f"`{what}` of shape {shape}"
-    if len(spec) > len(shape):
-        raise ValueError(
-            f"{array} has {len(shape)} dims and was given {spec} with {len(spec)} entries."
-        )
-    seen: set[str] = set()
-    for dim, (entry, size) in enumerate(zip(spec, shape, strict=False)):
-        if entry is PartitionSpec.UNCONSTRAINED:  # the partitioner splits it as it likes
-            continue
-        axes = as_tuple(entry)
-        for axis in axes:
-            if axis not in mesh_shape:
-                raise ValueError(
-                    f"{spec} for {array} names the axis `{axis}`; the mesh has "
-                    f"{mesh_text(mesh_shape)}."
-                )
-            # Within one entry as well as between entries.
-            if axis in seen:
-                raise ValueError(
-                    f"{spec} for {array} uses the axis `{axis}` twice; one axis splits one dim."
-                )
-            seen.add(axis)
-        count = parts_over(mesh_shape, axes)
-        # A literal spec has no policy, so there is nothing but to refuse.
-        if size % count:
-            raise ValueError(
-                f"{spec} splits dim {dim} of {array} into {count}, which does not divide {size}."
-            )
-    return spec
-
-
-def as_tuple(axes: Axes) -> tuple[str, ...]:
-    """The axes of one entry of a spec, or of one candidate of a rule, as a tuple.
-
-    It is empty for None, which means that the dim is not split.
-    """
-    if axes is None:
-        return ()
-    if isinstance(axes, str):
-        return (axes,)
-    return tuple(axes)
-
-
-def spec_entry(axes: tuple[str, ...]) -> Axes:
-    """Axes as an entry of a spec, the inverse of `as_tuple`.
-
-    None or one axis is not written as a tuple, so that specs which mean the same compare equal.
-    """
-    if not axes:
-        return None
-    if len(axes) == 1:
-        return axes[0]
-    return axes
-
-
-def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Every mesh axis that a spec mentions, in order.
-
-    A dim that is left to the partitioner mentions none.
-    """
-    axes: list[str] = []
-    for entry in spec:
-        if entry is not PartitionSpec.UNCONSTRAINED:
-            axes.extend(as_tuple(entry))
-    return tuple(axes)
-
-
-def keep_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
-    """The spec with every axis outside `axes` left out.
-
-    That is the spec which a `shard_map` that is manual over `axes` takes; the other axes stay with
-    the partitioner.
-
-    >>> keep_axes(PartitionSpec(("data", "fsdp"), "model"), {"data", "model"})
-    P('data', 'model')
-    """
-    axes = frozenset(axes)
-    entries: list[Any] = []
-    for entry in spec:
-        if entry is PartitionSpec.UNCONSTRAINED:
-            # There are no axes in it to leave out.
-            entries.append(entry)
-            continue
-        entries.append(spec_entry(axes_within(as_tuple(entry), axes)))
-    return PartitionSpec(*entries)
 
 
 def _candidates(name: Any, value: Any) -> tuple[Axes, ...]:
@@ -451,44 +416,3 @@ def _is_candidate(value: object) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(axis, str) for axis in value)
     return value is None or isinstance(value, str)
-
-
-def axes_without(axes: Iterable[str], excluded: Container[str]) -> tuple[str, ...]:
-    """Some axes but for those that are excluded, in order.
-
-    >>> axes_without(("pod", "data", "model"), ("data",))
-    ('pod', 'model')
-    """
-    return tuple(axis for axis in axes if axis not in excluded)
-
-
-def axes_within(axes: Iterable[str], kept: Container[str]) -> tuple[str, ...]:
-    """Those of some axes that are among others, in order.
-
-    >>> axes_within(("pod", "data", "model"), ("model", "data"))
-    ('data', 'model')
-    """
-    return tuple(axis for axis in axes if axis in kept)
-
-
-def parts_over(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> int:
-    """The number of parts that axes together split a dim into."""
-    return math.prod(mesh_shape[axis] for axis in axes)
-
-
-def mesh_text(mesh_shape: Mapping[str, int], separator: str = ", ") -> str:
-    """The axes of a mesh with their sizes, for a message.
-
-    >>> mesh_text({"data": 2, "model": 4}), mesh_text({})
-    ('`data=2`, `model=4`', 'no axes')
-    """
-    return separator.join(f"`{axis}={size}`" for axis, size in mesh_shape.items()) or "no axes"
-
-
-def product_text(mesh_shape: Mapping[str, int], axes: Iterable[str]) -> str:
-    """Some axes of a mesh, with the sizes that they multiply, for a message.
-
-    >>> product_text({"data": 2, "model": 4, "stage": 2}, ("data", "model"))
-    '`data=2` x `model=4`'
-    """
-    return mesh_text({axis: mesh_shape[axis] for axis in axes}, " x ")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from shardlib._text import human_bytes
 from shardlib.compiled._memory import Memory
-from shardlib.layouts._rules import parts_over, product_text
+from shardlib.layouts._specs import parts_over, product_text
 from shardlib.machine._chips import Chip
 from shardlib.step._strategy import Strategy
 
@@ -111,7 +111,7 @@ def _split_at_rest(size: str, strategy: Strategy | None) -> str:
     """
     split = f"Split parameters and optimizer state, {size}, over more devices"
     rules = "rules such as `sl.rules.fsdp`"
-    # ZeRO splits over axes of data, and does nothing where these have one device.
+    # ZeRO splits over axes of data and of sequences, and does nothing where these have one device.
     if strategy is None or not _data_devices(strategy):
         return f"{split}: {rules}, or a longer axis."
     if strategy.sharding.stage:
@@ -149,8 +149,9 @@ def _later_stages(kinds: dict[str, int], strategy: Strategy) -> list[tuple[float
 
 
 def _data_devices(strategy: Strategy) -> bool:
-    """Whether there are several devices along the axes of data."""
-    return parts_over(strategy.device_mesh.shape, strategy.data_axes) > 1
+    """Whether there are several devices along the axes that ZeRO can split over."""
+    axes = (*strategy.data_axes, *strategy.sequence_axes)
+    return parts_over(strategy.device_mesh.shape, axes) > 1
 
 
 def _takes_stage(strategy: Strategy, stage: int) -> bool:

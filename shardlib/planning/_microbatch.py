@@ -19,7 +19,7 @@ import jax
 
 from shardlib._text import human_bytes, table
 from shardlib.checks import _arguments as check
-from shardlib.layouts._rules import parts_over
+from shardlib.layouts._specs import parts_over
 from shardlib.machine._targets import Target
 from shardlib.planning._compiled_step import Machine, compile_step
 from shardlib.planning._frontier import say

@@ -6,6 +6,10 @@
     3        (n - 1) / n M (2 weights + gradients)     its part of the sums
 
 for M microbatches. Stage 3 gathers weights for the forward pass, and again for the backward pass.
+
+Over axes of sequences gradients are scattered in every microbatch, whatever the stage, in the dtype
+of computation: n devices are then those along the axes of data, which exchange the part that is
+left of a gradient.
 """
 
 from dataclasses import dataclass
@@ -13,7 +17,7 @@ from dataclasses import dataclass
 import jax
 
 from shardlib._tree import named_leaves
-from shardlib.layouts._rules import axes_without, parts_over, spec_axes
+from shardlib.layouts._specs import axes_without, parts_over, spec_axes
 from shardlib.step._state import State
 from shardlib.step._strategy import Strategy
 
@@ -22,9 +26,9 @@ from shardlib.step._strategy import Strategy
 class Price:
     """What a stage of ZeRO costs in a step.
 
-    `sent_bytes` is what a device sends over the axes of data. `held_bytes` is what it holds besides
-    what is at rest: copies of parameters and sums of gradients. In addition, stage 3 holds the
-    parameters of one layer at a time.
+    `sent_bytes` is what a device sends over the axes that ZeRO splits over. `held_bytes` is what it
+    holds besides what is at rest: copies of parameters and sums of gradients. In addition, stage 3
+    holds the parameters of one layer at a time.
     """
 
     stage: int
@@ -37,12 +41,13 @@ class Price:
 class _Sizes:
     """What stages of ZeRO send and hold for one parameter that they split.
 
-    All are bytes of what a device has of the parameter before ZeRO splits it over `devices`: in the
-    dtype in which it is used, in which gradients are sent, and in which they are summed up before
-    and after they are sent.
+    It is split over so many devices along axes of data, and so many along those of sequences. The
+    others are bytes of what a device has of the parameter before: in the dtype in which it is used,
+    in which gradients are sent, and in which they are summed up before and after they are sent.
     """
 
-    devices: int
+    over_data: int
+    over_sequences: int
     weight: float
     wire: float
     summed: float
@@ -55,20 +60,27 @@ class _Sizes:
         step, stage 2 gradients for each microbatch, and stage 3 weights twice for each besides.
         """
         # A ring sends each part to all others, and a device has one part already.
-        exchanged = (self.devices - 1) / self.devices
-        if stage == 1:
-            return exchanged * (self.weight + self.wire)
-        if stage == 2:
-            return exchanged * (self.weight + count * self.wire)
-        return exchanged * count * (2 * self.weight + self.wire)
+        gathers = 2 * count if stage == 3 else 1
+        gathered = gathers * _others(self.over_data * self.over_sequences) * self.weight
+        # The partitioner scatters what the backward pass gives, and the exchange what is left.
+        by_partitioner = count * _others(self.over_sequences) * self.weight
+        exchanges = 1 if stage == 1 else count
+        exchanged = exchanges * _others(self.over_data) * self.wire / self.over_sequences
+        return gathered + by_partitioner + exchanged
 
     def held(self, stage: int) -> float:
         """What a device holds besides what is at rest: copies of weights, sums of gradients."""
+        summed_part = self.summed_part / (self.over_data * self.over_sequences)
         if stage == 1:
-            return self.weight + self.summed
+            return self.weight + self.summed / self.over_sequences
         if stage == 2:
-            return self.weight + self.summed_part / self.devices
-        return self.summed_part / self.devices
+            return self.weight + summed_part
+        return summed_part
+
+
+def _others(devices: int) -> float:
+    """The share that all but one of some devices have."""
+    return (devices - 1) / devices
 
 
 def prices(state: State, strategy: Strategy) -> tuple[Price, ...]:
@@ -102,11 +114,12 @@ def _sizes_of_split(state: State, strategy: Strategy) -> list[_Sizes]:
     sizes = []
     for path, leaf in named_leaves(state.params):
         split = splits[path]
-        if split.dim is None:
+        if not split.is_split:
             continue
-        devices = parts_over(mesh_shape, split.axes)
+        sequence_axes = tuple(further.axis for further in split.further)
+        axes = (*split.axes, *sequence_axes)
         # Other axes, such as those of tensor parallelism, split the parameter already.
-        others = axes_without(spec_axes(split.spec), split.axes)
+        others = axes_without(spec_axes(split.spec), axes)
         size = leaf.size / parts_over(mesh_shape, others)
         compute, reduced = dtypes.of(path, leaf.dtype), dtypes.reduced(leaf.dtype)
         # Only over several microbatches are gradients summed up in a dtype of their own.
@@ -115,7 +128,8 @@ def _sizes_of_split(state: State, strategy: Strategy) -> list[_Sizes]:
             summed, summed_part = dtypes.accumulated(compute), dtypes.accumulated(reduced)
         sizes.append(
             _Sizes(
-                devices,
+                parts_over(mesh_shape, split.axes),
+                parts_over(mesh_shape, sequence_axes),
                 weight=size * compute.itemsize,
                 wire=size * reduced.itemsize,
                 summed=size * summed.itemsize,

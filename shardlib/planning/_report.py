@@ -399,7 +399,9 @@ def _because(collective: Any) -> str:
         because += ", …"
     if collective.conditional:
         because += " in a branch"
-    if not collective.times_known:
+    if not collective.times:
+        because += " in a round that an even load does not take"
+    elif not collective.times_known:
         because += " in a loop of unknown length"
     return because
 

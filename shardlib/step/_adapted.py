@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from shardlib.layouts._annotate import all_automatic
 from shardlib.layouts._flax_rules import in_force, pairs_in_force
-from shardlib.layouts._rules import BATCH, keep_axes, parts_over
+from shardlib.layouts._rules import BATCH
+from shardlib.layouts._specs import keep_axes, parts_over
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._jaxpr import evaluate
 

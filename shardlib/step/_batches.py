@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
-from shardlib.layouts._rules import parts_over, product_text
+from shardlib.layouts._specs import parts_over, product_text
 from shardlib.step._strategy import Strategy
 
 State = dict[str, Any]

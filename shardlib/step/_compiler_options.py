@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.layouts._rules import parts_over
+from shardlib.layouts._specs import axes_without, parts_over
 from shardlib.step._strategy import Strategy
 
 Options = dict[str, bool | int]
@@ -75,7 +75,8 @@ def _bucket_options(strategy: Strategy) -> Options:
     Joined, it would hold the buffers of all of them at once.
     """
     exchange = strategy.exchange.within
-    parts = parts_over(strategy.device_mesh.shape, strategy.zero_axes)
+    axes = axes_without(strategy.zero_axes, strategy.sequence_axes)
+    parts = parts_over(strategy.device_mesh.shape, axes)
     limits = {
         "all_reduce": exchange.bucket_bytes,
         # The compiler counts the output of a scatter, which is one part of the bucket.

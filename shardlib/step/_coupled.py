@@ -26,6 +26,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from shardlib.layouts._checkpoint_policies import BY_EXAMPLE, SAME_RESULT
 from shardlib.modeling._random import is_row_key
 from shardlib.step._example_moves import MOVE_RULES
 from shardlib.step._example_rules import (
@@ -47,6 +48,7 @@ from shardlib.step._examples import (
     one_of,
     resized,
     stacked,
+    with_examples,
 )
 from shardlib.tracing._jaxpr import line_of, scan_parts
 
@@ -127,6 +129,10 @@ class _Walk:
         """
         count = len(equation.outvars)
         name = equation.primitive.name
+        if name == "name" and equation.params["name"] == SAME_RESULT:
+            return [CONSTANT] * count
+        if name == "name" and equation.params["name"] == BY_EXAMPLE:
+            return [with_examples(equation.outvars[0].aval.shape)]
         for fact in operands:
             if fact.coupled:
                 return [fact] * count

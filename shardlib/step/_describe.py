@@ -12,7 +12,8 @@ from shardlib._text import human_bytes, table, terminal_width, wrapped
 from shardlib._tree import named_leaves
 from shardlib.layouts._host import HOST
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import BATCH, Axes, AxisRules, as_tuple, counts_layers, spec_axes
+from shardlib.layouts._rules import BATCH, AxisRules, counts_layers
+from shardlib.layouts._specs import Axes, as_tuple, spec_axes
 from shardlib.machine._mesh import format_mesh
 from shardlib.modeling._flax import Names
 from shardlib.modeling._random import is_key
@@ -237,13 +238,14 @@ class _Remarks:
         candidates a rule took; and why ZeRO leaves it whole.
         """
         split = self.splits.get(path)
-        is_split = split is not None and split.dim is not None
+        is_split = split is not None and split.is_split
         parts: list[str] = []
         if path in self.frozen:
             parts.append("frozen")
         parts.append(self._on_names(path, shape, is_split))
         if split is not None and split.reason:
-            parts.append(f"whole over {self.data_axes} ({split.reason})")
+            how = "split no further" if is_split else f"whole over {self.data_axes}"
+            parts.append(f"{how} ({split.reason})")
         return "; ".join(filter(None, parts))
 
     def _on_names(self, path: str, shape: tuple[int, ...], is_split: bool) -> str:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.layouts._placement import place
-from shardlib.layouts._rules import keep_axes
+from shardlib.layouts._specs import keep_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.step._adapted import adapted
 from shardlib.step._batches import batch_sharding, batches, check_batch, local_rows

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.collectives._compressed import Errors, Pieces
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, buckets
-from shardlib.layouts._rules import axes_without, keep_axes, parts_over, spec_axes
+from shardlib.layouts._specs import axes_without, keep_axes, parts_over, spec_axes
 from shardlib.modeling._random import scrambled
 from shardlib.optimizers._local import Local
 from shardlib.step._scopes import COMPRESSED, EXACT

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib.collectives._exact import inverse
-from shardlib.layouts._rules import keep_axes
+from shardlib.layouts._specs import keep_axes
 from shardlib.step._adapted import adapted
 from shardlib.step._exchange import Gradient, Sender, exchange_gradients
 from shardlib.step._loss import NONFINITE, LossFunction, call_loss, forward, nonfinite_metrics

@@ -17,10 +17,11 @@ from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.collectives._exact import Exchange
 from shardlib.collectives._exchanges import Compressed
-from shardlib.collectives._zero import Split
+from shardlib.collectives._zero_split import Split
 from shardlib.layouts._relate import Relation
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import EXPERTS, LAYERS, AxisRules, product_text, spec_axes
+from shardlib.layouts._rules import EXPERTS, LAYERS, AxisRules
+from shardlib.layouts._specs import product_text, spec_axes
 from shardlib.modeling._flax import Names
 from shardlib.optimizers._local import Local
 from shardlib.step._precision import check_patterns
@@ -181,7 +182,7 @@ def describe_nothing_split(strategy: Strategy, splits: dict[str, Split]) -> tupl
     zero = strategy.sharding
     whole: dict[str, Split] = {}
     for path, split in splits.items():
-        if split.dim is not None:
+        if split.is_split:
             return ()
         if split.reason:
             whole[path] = split

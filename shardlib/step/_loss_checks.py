@@ -25,7 +25,8 @@ from shardlib.layouts._checkpoint_policies import (
     PolicyOfPart,
 )
 from shardlib.layouts._remat_policy import SCORES, Remat
-from shardlib.layouts._rules import EXPERTS, axes_within, spec_axes
+from shardlib.layouts._rules import EXPERTS
+from shardlib.layouts._specs import axes_within, spec_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys
 from shardlib.step._coupled import describe_coupled, facts

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import _arguments as check
-from shardlib.collectives._zero import Split
+from shardlib.collectives._zero_split import Split
 from shardlib.layouts._host import to_device
 from shardlib.layouts._relate import Relation
 from shardlib.layouts._remat_policy import Remat, RematBudget, RematByBlock, kept_by_blocks

@@ -15,7 +15,7 @@ import optax
 
 from shardlib._tree import named_leaves
 from shardlib.layouts._host import is_on_host
-from shardlib.layouts._rules import as_tuple, parts_over
+from shardlib.layouts._specs import as_tuple, parts_over
 from shardlib.optimizers._local import Local
 from shardlib.step._exchange import Gradient
 from shardlib.step._state import State

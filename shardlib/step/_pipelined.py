@@ -14,7 +14,8 @@ import jax
 from shardlib._text import human_bytes
 from shardlib._tree import named_leaves
 from shardlib.compiled._collectives import Collective, collectives
-from shardlib.layouts._rules import LAYERS, spec_axes
+from shardlib.layouts._rules import LAYERS
+from shardlib.layouts._specs import spec_axes
 from shardlib.pipeline._cut import cut
 from shardlib.pipeline._execute import Executor
 from shardlib.pipeline._loop import Weight

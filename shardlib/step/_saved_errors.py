@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.collectives._compressed import Errors
 from shardlib.collectives._exact import Parameter
-from shardlib.layouts._rules import axes_without, parts_over, spec_axes
+from shardlib.layouts._specs import axes_without, parts_over, spec_axes
 from shardlib.step._exchange import pieces
 from shardlib.step._layer_order import Mover, reordered, stacked_dim
 from shardlib.step._state import Layout, State

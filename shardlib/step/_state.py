@@ -11,11 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arrays as check_arrays
 from shardlib.collectives._exact import Parameter
-from shardlib.collectives._zero import Split, split_further
+from shardlib.collectives._zero_split import Split, split_further
 from shardlib.layouts._host import HOST, to_device
 from shardlib.layouts._placement import Placement, by_names, like_parameters, place
 from shardlib.layouts._relate import Relation
-from shardlib.layouts._rules import AxisRules, axes_without, spec_axes
+from shardlib.layouts._rules import AxisRules
+from shardlib.layouts._specs import axes_without, spec_axes
 from shardlib.modeling._flax import Definition, Names
 from shardlib.modeling._random import is_key
 from shardlib.step._exchange import ErrorsByPath, pieces
@@ -81,6 +82,7 @@ class Layout:
                 leaf.shape,
                 named,
                 names.get(path),
+                strategy.sequence_axes,
             )
         return splits
 
@@ -95,7 +97,10 @@ class Layout:
             own_axes = spec_axes(named)
             summed = axes_without(self.strategy.manual_axes, own_axes)
             dtype = self.strategy.dtypes.reduced(leaf.dtype)
-            described[path] = Parameter(path, leaf.shape, named, summed, splits[path].spec, dtype)
+            split = splits[path]
+            described[path] = Parameter(
+                path, leaf.shape, split.contributed, summed, split.spec, dtype
+            )
         return described
 
     def no_errors(self, params: Any) -> ErrorsByPath:

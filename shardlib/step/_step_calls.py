@@ -9,7 +9,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
-from shardlib.layouts._rules import BATCH, EXPERTS, as_tuple, spec_axes
+from shardlib.layouts._rules import BATCH, EXPERTS
+from shardlib.layouts._specs import as_tuple, spec_axes
 from shardlib.step._init_checks import check_sender
 from shardlib.step._layer_order import check_order
 from shardlib.step._state import Layout, State

@@ -29,12 +29,13 @@ from shardlib.layouts._rules import (
     BATCH,
     EXPERTS,
     LAYERS,
+    RINGS,
+    SEQUENCE,
     AxisRules,
-    as_tuple,
-    axes_within,
-    axes_without,
     counts_layers,
+    counts_positions,
 )
+from shardlib.layouts._specs import as_tuple, axes_within, axes_without
 from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
 from shardlib.machine._portable_mesh import PortableMesh
 from shardlib.pipeline._schedule_checks import check_is_schedule, check_stage_axis, check_table
@@ -55,7 +56,7 @@ class Strategy:
     - `rules`: which names those axes split.
     - `dcn`: which of the axes cross the data-centre network, as in `make_mesh`.
     - `zero`: ZeRO's stage, 0 to 3, one of FSDP's names (`"FULL_SHARD"`, `"SHARD_GRAD_OP"`,
-      `"HYBRID_SHARD"`), or a `Zero`: what is split over the axes of data.
+      `"HYBRID_SHARD"`), or a `Zero`: what is split over the axes of data and of sequences.
     - `accumulate`: microbatches per step, whose gradients are summed, in float32 unless `precision`
       says otherwise.
     - `precision`: the dtype to compute in, `"bf16"`, or a `Precision`. What is stored are the
@@ -263,10 +264,10 @@ class Strategy:
         if zero.stage and set(exchanged_over) >= set(self.data_axes):
             raise ValueError(
                 f"`Strategy(zero={self.zero!r}, exchange={self.exchange})`: the exchange takes all "
-                "axes of data, and none is left for ZeRO, which would gather parameters whole over "
-                "it in every step, in more bytes than are saved. Leave `zero` out; or exchange "
-                'over some of the axes, those of the slow network say: `mesh="pod=4,data=8"`, with '
-                '`exchange=...(axis="pod")`.'
+                "axes of data, and none is left for ZeRO. Over an axis of the exchange, ZeRO would "
+                "gather whole parameters in every step, in more bytes than the exchange saves. "
+                "Leave `zero` out; or exchange over some of the axes, say those of the slow "
+                'network: `mesh="pod=4,data=8"`, with `exchange=...(axis="pod")`.'
             )
 
     def _check_offload(self) -> None:
@@ -274,6 +275,16 @@ class Strategy:
         if self.offloaded is None or not self.offloaded.parameters:
             return
         shown = f"`Strategy(offload={self.offload!r}"
+        over = axes_within(self.zero_axes, self.sequence_axes)
+        sizes = self._axis_sizes
+        if any(sizes[axis] > 1 for axis in over):
+            raise ValueError(
+                f"{shown}, zero={self.zero!r})`: parameters are copied from the host some rows at "
+                f"a time, and over {listed(over)}, which splits sequences, other dims of theirs "
+                "would be split. Name the axes of data, "
+                f"`zero=sl.Zero({self.sharding.stage}, axes={self.data_axes})`, or leave "
+                'parameters on the device: `offload="optimizer"`.'
+            )
         # Only parameters are used in the passes: the optimizer's state is read once a step.
         if self.pipeline is not None:
             raise ValueError(
@@ -313,6 +324,13 @@ class Strategy:
         check_is_schedule(schedule)
         check_table(schedule)
         check_stage_axis(schedule, self.rules, axes)
+        for axis, size in axes.items():
+            if size > 1 and self.rules.attention_form(axis) in RINGS:
+                raise ValueError(
+                    f"`Strategy(pipeline=...)` with attention around a ring over `{axis}`: in a "
+                    "tick, stages take different branches of the program, and the permutes of a "
+                    'ring wait for all of them. Use `sl.rules.context("ulysses")` or `"gather"`.'
+                )
         if self.accumulate != 1:
             raise ValueError(
                 f"`Strategy(accumulate={self.accumulate}, pipeline=...)`: the schedule says how "
@@ -419,6 +437,24 @@ class Strategy:
         used_elsewhere = AxisRules(others).axes
         return axes_without(self.rules.batch_axes, used_elsewhere)
 
+    @cached_property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """The axes that split the positions of sequences and nothing else.
+
+        ZeRO splits over them too, while the step leaves them to the partitioner. Stages of a
+        pipeline use their layers in every tick, so that there are none beside one.
+        """
+        if self.pipeline is not None:
+            return ()
+        if not self.rules.says(SEQUENCE):
+            return ()
+        others: dict[str, Any] = {}
+        for name, axes in self.rules.items():
+            if not counts_positions(name):
+                others[name] = list(axes)
+        split = AxisRules({SEQUENCE: list(self.rules[SEQUENCE])}).axes
+        return axes_without(split, AxisRules(others).axes)
+
     @property
     def offloaded(self) -> Offload | None:
         """The `Offload` that `offload` stands for; None where it leaves the state on the device."""
@@ -444,22 +480,22 @@ class Strategy:
     @cached_property
     def sharding(self) -> Zero:
         """The `Zero` that `zero` stands for, whether it is a stage, a name of FSDP's or one."""
-        return resolve_zero(self.zero, self.crossing, self.data_axes)
+        return resolve_zero(self.zero, self.crossing, self.data_axes, self.sequence_axes)
 
     @cached_property
     def zero_axes(self) -> tuple[str, ...]:
         """The axes that ZeRO splits over, those on the fast network first.
 
-        By default those are all data axes that the exchange does not take. Over other data axes the
-        state is repeated. Under a pipeline, what is outside the stages is split over their axis
-        too, whatever the stage of ZeRO.
+        By default those are all data axes that the exchange does not take, then those of sequences.
+        Over other data axes the state is repeated. Under a pipeline, what is outside the stages is
+        split over their axis too, whatever the stage of ZeRO.
         """
         zero = self.sharding
         axes: tuple[str, ...] = ()
         if zero.stage and zero.axes is not None:
             axes = zero.axes
         elif zero.stage:
-            axes = axes_without(self.data_axes, self.exchange.axes)
+            axes = axes_without((*self.data_axes, *self.sequence_axes), self.exchange.axes)
         if self.stage_axis is not None:
             axes = (*axes, self.stage_axis)
         return tuple(sorted(axes, key=lambda axis: axis in self.crossing))

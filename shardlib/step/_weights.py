@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec
 
 from shardlib._tree import map_named
 from shardlib.collectives._exact import Exact, Parameter
-from shardlib.collectives._zero import Split, gather, scatter, total
+from shardlib.collectives._zero_shards import gather, scatter, total
+from shardlib.collectives._zero_split import Split
 from shardlib.layouts._annotate import constrain
 from shardlib.layouts._host import to_device
 from shardlib.layouts._remat_policy import RematByBlock
-from shardlib.layouts._rules import (
+from shardlib.layouts._specs import (
     as_tuple,
     axes_within,
     axes_without,
@@ -69,7 +70,7 @@ class StepParameter:
     @property
     def gathered_on_use(self) -> bool:
         """Whether it is made whole only where it is used."""
-        return self.on_host or (self._is_split and self.strategy.sharding.stage == 3)
+        return self.on_host or (self.split.is_split and self.strategy.sharding.stage == 3)
 
     @property
     def on_host(self) -> bool:
@@ -80,7 +81,7 @@ class StepParameter:
     @property
     def scattered(self) -> bool:
         """Whether its gradient is scattered in every backward pass."""
-        return not self.frozen and self._is_split and self.strategy.sharding.stage >= 2
+        return not self.frozen and self.split.is_split and self.strategy.sharding.stage >= 2
 
     @property
     def overlapped(self) -> bool:
@@ -93,10 +94,6 @@ class StepParameter:
             return False
         return self.split.layer > self.strategy.sharding.small
 
-    @property
-    def _is_split(self) -> bool:
-        return self.split.dim is not None
-
     @cached_property
     def exchanged(self) -> Parameter:
         """The description of the parameter that the exchange gets.
@@ -104,13 +101,13 @@ class StepParameter:
         A gradient that was reduced in the backward pass reaches the exchange in its stored layout,
         and is summed there only over the axes that are left.
         """
-        layout = self.named
+        layout = self.split.contributed
         done: tuple[str, ...] = ()
         if self.scattered or self.overlapped:
             layout = self.split.spec
             done = self.axes
             # ZeRO may split over some of the axes only, those that are near.
-            if self._is_split:
+            if self.split.is_split:
                 done = self.split.axes
         return Parameter(
             self.path,
@@ -167,16 +164,14 @@ class StepParameter:
 
     @property
     def _most_consumed_dims(self) -> int:
-        """How many leading dims loops may take off: those before the one that ZeRO splits."""
-        if self.split.dim is None:
-            return len(self.shape)
-        return self.split.dim
+        """How many leading dims loops may take off: those before the ones that ZeRO splits."""
+        return min(self.split.dims, default=len(self.shape))
 
     def start(self, stored: jax.Array) -> jax.Array:
         """What is held of it throughout the step: its shard, or the whole parameter."""
         if self.gathered_on_use:
             return stored
-        if self._is_split:
+        if self.split.is_split:
             return self._gathered(stored, 0)
         return cast(stored, self._compute)
 
@@ -210,18 +205,17 @@ class StepParameter:
         # Cast before it is sent, so that it is added up in that dtype.
         sent = cast(gradient, self.exchanged.reduce)
         wire = self.exchanged.wire
-        spec = PartitionSpec(*self.named[consumed_dims:])
         with jax.named_scope(EXCHANGE):
-            if self.split.dim is None:
-                return total(sent, spec, self.axes, wire)
-            return scatter(sent, spec, self.split.dim - consumed_dims, self.split.axes, wire)
+            if self.split.is_split:
+                return scatter(sent, self.split.of_layer(consumed_dims), wire)
+            return total(sent, PartitionSpec(*self.named[consumed_dims:]), self.axes, wire)
 
     def _laid_out(self, x: jax.Array, consumed_dims: int) -> jax.Array:
         """A sum of gradients, in the layout of the parameter over the automatic axes."""
         automatic = jax.sharding.get_abstract_mesh().auto_axes
         if not automatic:
             return x
-        spec = self.named
+        spec = self.split.contributed
         if self.scattered:
             spec = self.split.spec
         return constrain(x, keep_axes(PartitionSpec(*spec[consumed_dims:]), automatic))
@@ -255,7 +249,7 @@ class StepParameter:
                 stored = copied_in_parts(stored, self._compute, self._copied_dim)
             else:
                 stored = to_device(stored)
-        if self.split.dim is None:
+        if not self.split.is_split:
             return cast(stored, self._compute)
         return self._gathered(stored, consumed_dims)
 
@@ -269,7 +263,6 @@ class StepParameter:
 
     def _gathered(self, stored: jax.Array, consumed_dims: int) -> jax.Array:
         """The whole parameter, or one layer of it, from the shards of all devices."""
-        assert self.split.dim is not None
         # One layer is gathered at once, a whole parameter in buckets: it may be a stack of layers.
         limit = self.strategy.sharding.bucket_bytes
         if consumed_dims:
@@ -278,8 +271,7 @@ class StepParameter:
             return gather(
                 cast(stored, self._compute),
                 PartitionSpec(*self.named[consumed_dims:]),
-                self.split.dim - consumed_dims,
-                self.split.axes,
+                self.split.of_layer(consumed_dims),
                 limit,
             )
 

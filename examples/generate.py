@@ -1,0 +1,223 @@
+"""Text from a model that `train_lm.py` has trained, on any mesh.
+
+    # The last checkpoint of a run goes on with a prompt, or with several at once:
+    python examples/generate.py runs/tiny --prompt "def "
+    python examples/generate.py runs/tiny --prompt "def " --prompt "class " --temperature 0
+
+    # On another mesh than that of the run, by its rules or by others:
+    python examples/generate.py runs/tiny --mesh data=2,model=4 --rules "data|tensor"
+
+The texts go to the standard output, and how long they took to the standard error.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# The models live beside the examples, in a clone.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import shardlib as sl
+import shardlib.data
+from examples.run import Run, override, recorded
+from models import decoding, gpt, sampling
+
+SEPARATOR = "\n" + "-" * 20 + "\n"  # between the texts of several prompts
+
+
+def main(arguments: list[str]) -> None:
+    """Texts from the command line's prompts."""
+    asked = _parsed(arguments)
+    sl.initialize_distributed()
+    folder = Path(asked.folder).expanduser()
+    run = _run_of(folder)
+    programs = shardlib.data.cache_folder(run.cache or None) / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(programs))
+    try:
+        chosen = sampling.Sampling(asked.temperature, asked.top_k, asked.top_p)
+        strategy = _strategy(run, asked)
+        with sl.Checkpoints(folder / "checkpoints") as checkpoints:
+            about = _about(checkpoints, asked.step)
+            tokenizer = _tokenizer(run, about)
+            prompts = _encoded(tokenizer, asked.prompt or [run.prompt], run)
+            tokens = _room(prompts, asked.tokens, run.model)
+            model, step = _restored(checkpoints, run, strategy, asked.step)
+        written, seconds = _written(model, strategy, prompts, tokens, tokenizer, chosen, asked)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    if jax.process_index():
+        return
+    texts = []
+    for prompt, row in zip(prompts, written, strict=False):
+        row = row.tolist()
+        kept = row[: row.index(tokenizer.end)] if tokenizer.end in row else row
+        texts.append(tokenizer.decode([*prompt, *kept]))
+    print(SEPARATOR.join(texts))
+    made = len(prompts) * tokens
+    sys.stderr.write(
+        f"\n{len(prompts)} x {tokens} tokens of step {step} in {seconds:.2f} s, "
+        f"{made / seconds:.0f} tokens/s, on {_mesh_text(strategy)}\n"
+    )
+
+
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("folder", help="of a run of `train_lm.py`, such as `runs/tiny`")
+    add("--prompt", action="append", help="what a text begins with; may be given several times")
+    add("--tokens", type=int, help="how many more of each text; by default 200, if they fit")
+    add("--temperature", type=float, default=0.7, help="0 takes the likeliest token each time")
+    add("--top-k", type=int, help="draw from so many of the likeliest tokens")
+    add("--top-p", type=float, help="draw from the likeliest with this share of the probability")
+    add("--seed", type=int, default=0, help="of what is drawn")
+    add("--mesh", help="by default that of the run")
+    add("--rules", help="by default those of the run; written as for `train_lm.py`")
+    add("--step", type=int, help="of the checkpoint; by default the newest")
+    add("--chunk", type=int, help="read prompts so many tokens at a time")
+    return parser.parse_args(arguments)
+
+
+def _run_of(folder: Path) -> Run:
+    """The run whose folder this is."""
+    if not (folder / "run.json").exists():
+        others = [one.parent.name for one in folder.parent.glob("*/run.json")]
+        near = difflib.get_close_matches(folder.name, others, 1)
+        meant = f"; did you mean `{folder.parent / near[0]}`?" if near else "."
+        raise SystemExit(
+            f"`{folder}` is no folder of a run of `train_lm.py`: it has no `run.json`{meant}"
+        )
+    return recorded(folder / "run.json")
+
+
+def _strategy(run: Run, asked: argparse.Namespace) -> sl.Strategy:
+    """How the machine holds the model: the run's mesh and rules, or those that are asked for."""
+    changes = []
+    for name in ("mesh", "rules"):
+        if getattr(asked, name) is not None:
+            changes += [f"--{name}", getattr(asked, name)]
+    # What trains is left out. The optimizer's state is read along, and split for that.
+    strategy = override(dataclasses.replace(run.strategy, dcn="", pipeline=None), changes)
+    return dataclasses.replace(
+        strategy,
+        rules=decoding.rules(strategy.rules),
+        zero=sl.Zero(1, small=0),
+        accumulate=1,
+        offload=None,
+        remat="none",
+    )
+
+
+def _about(checkpoints: sl.Checkpoints, step: int | None) -> Any:
+    """What the run said of itself in the checkpoint of this step, or in the newest."""
+    steps = checkpoints.steps()
+    if not steps or (step is not None and step not in steps):
+        wanted = "" if step is None else f" of step {step}"
+        raise SystemExit(
+            f"There is no checkpoint{wanted} in {checkpoints.folder}; there are: "
+            f"{', '.join(map(str, steps)) or 'none yet'}."
+        )
+    return checkpoints.about(step)
+
+
+def _tokenizer(run: Run, about: Any) -> shardlib.data.Tokenizer:
+    """The tokenizer that the model has learned with."""
+    corpus = run.data
+    if not corpus.tokenizer.startswith("bpe:"):
+        return shardlib.data.load_tokenizer(corpus.tokenizer, corpus.end, corpus.unknown)
+    prepared = shardlib.data.prepare(corpus, run.cache or None)
+    if prepared.train.fingerprint != about.get("train"):
+        raise SystemExit(
+            f"The tokenizer `{corpus.tokenizer}` was learned from texts, "
+            f"`data.files={corpus.files!r}`, that have changed since, so that its tokens would be "
+            "others. Put the texts back as they were."
+        )
+    return prepared.tokenizer
+
+
+def _encoded(tokenizer: shardlib.data.Tokenizer, prompts: list[str], run: Run) -> list[list[int]]:
+    """The tokens of prompts. A text from nothing begins with what ends the document before it."""
+    encoded = []
+    for ids in tokenizer.encode_batch(prompts):
+        encoded.append(ids.tolist() or [tokenizer.end])
+    largest = max(max(ids) for ids in encoded)
+    if largest >= run.model.vocab:
+        raise SystemExit(
+            f"The prompts have the token {largest}, and `model.vocab` is {run.model.vocab}: the "
+            "model has never seen it. Leave out what it stands for."
+        )
+    return encoded
+
+
+def _room(prompts: list[list[int]], tokens: int | None, config: gpt.GPTConfig) -> int:
+    """How many tokens to write after the prompts."""
+    longest = max(map(len, prompts))
+    room = config.context - longest
+    if room < 1 or (tokens is not None and tokens > room):
+        raise SystemExit(
+            f"The longest prompt has {longest} tokens, and the context is {config.context}: it has "
+            f"room for {max(room, 0)} more. A shorter `--prompt`, or fewer `--tokens`."
+        )
+    return min(room, 200) if tokens is None else tokens
+
+
+def _restored(
+    checkpoints: sl.Checkpoints, run: Run, strategy: sl.Strategy, step: int | None
+) -> tuple[Any, int]:
+    """The model of a checkpoint, laid out by the strategy, and the checkpoint's step."""
+    # Kernels are chosen where the model runs now.
+    config = dataclasses.replace(run.model, attention=None, kernels="xla")
+    make = dataclasses.replace(run, model=config).make_model
+    optimizer = run.optimizer.make(run.loop.steps)
+    like = sl.init(make, optimizer, strategy, seed=run.seed, abstract=True)
+    restored = checkpoints.restore(like, step=step)
+    return restored.state.model, restored.step
+
+
+def _written(
+    model: Any,
+    strategy: sl.Strategy,
+    prompts: list[list[int]],
+    tokens: int,
+    tokenizer: shardlib.data.Tokenizer,
+    chosen: sampling.Sampling,
+    asked: argparse.Namespace,
+) -> tuple[np.ndarray, float]:
+    """The tokens after each prompt, and the seconds that they took once the program was made."""
+    # Rows are split over the axes of the batch; those that are lacking are prompts once more.
+    parts = math.prod(strategy.device_mesh.shape[axis] for axis in strategy.batch_axes)
+    rows = [prompts[number % len(prompts)] for number in range(-(-len(prompts) // parts) * parts)]
+    tokens_BS, padding_B = decoding.pad(rows)
+    padding = padding_B if padding_B.any() else None
+    end = tokenizer.end if tokenizer.end < model.config.vocab else None
+    options = {"tokens": tokens, "sampling": chosen, "end": end, "chunk": asked.chunk}
+    generate: Any = jax.jit(functools.partial(sampling.generate, **options))
+    key = jax.random.key(asked.seed)
+    with strategy.scope():
+        program = generate.lower(model, tokens_BS, key=key, padding_B=padding).compile()
+        started = time.time()
+        written = program(model, tokens_BS, key=key, padding_B=padding)
+        whole = multihost_utils.process_allgather(written, tiled=True)
+    return np.asarray(whole), time.time() - started
+
+
+def _mesh_text(strategy: sl.Strategy) -> str:
+    """The mesh in a few words."""
+    sizes = [f"{axis}={size}" for axis, size in strategy.device_mesh.shape.items()]
+    return ",".join(sizes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

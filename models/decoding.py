@@ -1,0 +1,382 @@
+"""Decoding: keys and values of earlier tokens are kept in a cache, and new tokens attend to them.
+
+    tokens [B, S]  --prefill-->  logits for the token after each row's last, and a cache
+    tokens [B, 1]  --extend--->  logits for the token after these, and the cache with them too
+                     ...
+
+The blocks are those of training. What differs is what their attention sees: the tokens of a block,
+one a row or a stretch of a long prompt, are written to the cache, and see what is in it up to
+themselves. The cache is laid out by the names in `CACHE`: rows over the axes of the batch, key
+heads as in training, and slots (`cache_seq`) over the axes of a context, if there are any.
+
+Prompts of different lengths end in the same slot: shorter ones are padded on the left, and padding
+is a segment of its own, which no token sees. Positions count from each row's first token.
+
+Shape suffixes are those of `models/layers.py`, and
+
+    L  layers      C  slots of the cache (cache_seq)      R  query heads of a key head
+
+What devices exchange for one token, under tensor parallelism: two sums of `[B, 1, D]` a layer, as
+in training, and what the embedding and the head do. Where slots are split, also the largest score,
+the sum of exponentials and the result of each query; keys and values stay where they are.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+import shardlib as sl
+from models.gpt import GPT, Seen, rotations
+from models.layers import HEADS, Attention
+
+# Layers are whole on every device: were they split, each turn of the loop would gather all of them.
+CACHE = (None, "batch", "act_kv_heads", "cache_seq", "head_dim")
+# As `sl.kernels.attention` takes keys. In the cache heads come first: so each head's keys are one
+# matrix, which compilers multiply as it lies in memory.
+KEYS = ("batch", "cache_seq", "act_kv_heads", "head_dim")
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens so far, for every layer."""
+
+    k_LBGCK: jax.Array
+    v_LBGCK: jax.Array
+    length: jax.Array  # how many slots are written, the same in all rows
+    padding_B: jax.Array | None = None  # how many of them are padding: a row's first ones
+
+    @property
+    def slots(self) -> int:
+        """How many tokens of each row there is room for."""
+        return self.k_LBGCK.shape[3]
+
+
+def rules(rules: sl.AxisRules) -> sl.AxisRules:
+    """Rules of training for decoding.
+
+    Where they split sequences, a block of tokens that the axes do not divide, such as one token, is
+    whole on every device. Slots are split as sequences are, unless there is a rule for them. Layers
+    are not split: there is no pipeline.
+
+    >>> rules(sl.AxisRules(seq="context"))
+    AxisRules(seq=['context', None], cache_seq='context')
+    """
+    more: dict[str, Any] = {}
+    for name in ("seq", "residual_seq"):
+        if rules.says(name) and None not in rules[name]:
+            more[name] = [*rules[name], None]
+    if rules.says("seq") and not rules.says("cache_seq"):
+        more["cache_seq"] = list(rules["seq"])
+    if rules.says("layers"):
+        more["layers"] = None
+    return sl.AxisRules.knowing("cache_seq") | rules | sl.AxisRules(more)
+
+
+def pad(prompts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as the rows of one array, padded on the left, and how much each is padded.
+
+    >>> tokens_BS, padding_B = pad([[5, 6, 7], [8]])
+    >>> tokens_BS.tolist(), padding_B.tolist()
+    ([[5, 6, 7], [0, 0, 8]], [0, 2])
+    """
+    sizes = [len(prompt) for prompt in prompts]
+    if not sizes or min(sizes) == 0:
+        raise ValueError(
+            f"`pad`: prompts of {sizes} tokens: give at least one, and none without tokens. A text "
+            "from nothing may begin with the token that ends a document."
+        )
+    longest = max(sizes)
+    tokens_BS = np.zeros((len(prompts), longest), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens_BS[row, longest - len(prompt) :] = prompt
+    return tokens_BS, np.array([longest - size for size in sizes], np.int32)
+
+
+def empty(model: GPT, rows: int, slots: int, padding_B: Any = None) -> Cache:
+    """A cache without tokens, for prompts that `extend` reads a block at a time."""
+    check_cached(model)
+    config = model.config
+    shape = (config.layers, rows, config.dims["kv_heads"], slots, config.dims["head_dim"])
+    dtype = config.dtype or config.param_dtype
+    k_LBGCK, v_LBGCK = (sl.shard(jnp.zeros(shape, dtype), *CACHE) for _ in range(2))
+    return Cache(k_LBGCK, v_LBGCK, jnp.zeros((), jnp.int32), checked_padding(padding_B, rows))
+
+
+def prefill(
+    model: GPT, tokens_BS: Any, slots: int, padding_B: Any = None
+) -> tuple[jax.Array, Cache]:
+    """Logits for the token after each row's last, `[B, V]`, and a cache of so many slots.
+
+    `padding_B` says how many of each row's tokens, its first ones, are padding, as `pad` does.
+    Attention is that of training: by its kernels, and over sequences split as its rules say.
+    """
+    check_cached(model)
+    tokens_BS = checked_tokens("prefill", tokens_BS)
+    rows, S = tokens_BS.shape
+    check_room(model, slots, 0, S, padding_B)
+    return _prefill(model, tokens_BS, slots, checked_padding(padding_B, rows))
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def _prefill(
+    model: GPT, tokens_BS: jax.Array, slots: int, padding_B: jax.Array | None
+) -> tuple[jax.Array, Cache]:
+    S = tokens_BS.shape[1]
+    segments_BS = _segments(padding_B, jnp.arange(S))
+    room = ((0, 0), (0, 0), (0, slots - S), (0, 0))
+
+    def attend(
+        attention: Attention, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        kept = []
+        for x_BSGK in (k_BSGK, v_BSGK):
+            kept.append(sl.shard(jnp.pad(x_BSGK.swapaxes(1, 2), room), *CACHE[1:]))
+        return attention.attend(q_BSHK, k_BSGK, v_BSGK, segments_BS), tuple(kept)
+
+    def turn(blocks: Any, x_BSD: jax.Array, _: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
+        kept = []
+        for block in blocks.blocks:
+            x_BSD, of_block = block.by(attend, x_BSD, seen)
+            kept.append(of_block)
+        return x_BSD, jax.tree.map(lambda *layers: jnp.stack(layers), *kept)
+
+    x_BSD, seen = _embedded(model, tokens_BS, jnp.arange(S), padding_B)
+    x_BSD, kept = _loop(model, turn, x_BSD, seen)
+    k_LBGCK, v_LBGCK = (sl.shard(x.reshape(-1, *x.shape[2:]), *CACHE) for x in kept)
+    return _logits(model, x_BSD), Cache(k_LBGCK, v_LBGCK, jnp.int32(S), padding_B)
+
+
+def extend(model: GPT, tokens_BS: Any, cache: Cache) -> tuple[jax.Array, Cache]:
+    """Logits for the token after each row's last, `[B, V]`, and the cache with these tokens too.
+
+    The tokens are one a row, or a stretch of a prompt, `[B, S]`; they see what is in the cache, and
+    each other. The cache is donated: what was given is gone, and what is returned has its place.
+    One that is full is refused. A `jax.jit` around this cannot see that: there, logits are nan.
+    """
+    tokens_BS = checked_tokens("extend", tokens_BS)
+    if tokens_BS.shape[0] != cache.k_LBGCK.shape[1]:
+        raise ValueError(
+            f"`extend` of {tokens_BS.shape[0]} rows of tokens and a cache of "
+            f"{cache.k_LBGCK.shape[1]} rows: each row has its own."
+        )
+    if not isinstance(cache.length, Tracer):
+        check_room(model, cache.slots, int(cache.length), tokens_BS.shape[1], cache.padding_B)
+    return _extend(model, tokens_BS, cache)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _extend(model: GPT, tokens_BS: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    at, padding_B = cache.length, cache.padding_B
+    numbers = at + jnp.arange(tokens_BS.shape[1])
+    segments = None
+    if padding_B is not None:
+        segments = _segments(padding_B, numbers), _segments(padding_B, jnp.arange(cache.slots))
+
+    def turn(blocks: Any, carry: Any, number: jax.Array, seen: Seen) -> tuple[Any, None]:
+        x_BSD, (k_LBGCK, v_LBGCK) = carry
+        for own, block in enumerate(blocks.blocks):
+            layer = number * len(blocks.blocks) + own
+            past = _Past(k_LBGCK, v_LBGCK, layer, at, segments)
+            x_BSD, (k_LBGCK, v_LBGCK) = block.by(functools.partial(_attend, past), x_BSD, seen)
+        return (x_BSD, (k_LBGCK, v_LBGCK)), None
+
+    kept = (sl.shard(cache.k_LBGCK, *CACHE), sl.shard(cache.v_LBGCK, *CACHE))
+    x_BSD, seen = _embedded(model, tokens_BS, numbers, padding_B)
+    (x_BSD, kept), _ = _loop(model, turn, (x_BSD, kept), seen)
+    k_LBGCK, v_LBGCK = (sl.shard(x, *CACHE) for x in kept)
+    length = at + tokens_BS.shape[1]
+    positions = length if padding_B is None else length - padding_B[:, None]
+    fits = (length <= cache.slots) & (positions <= model.config.context)
+    logits_BV = jnp.where(fits, _logits(model, x_BSD), jnp.nan)
+    return logits_BV, Cache(k_LBGCK, v_LBGCK, length, padding_B)
+
+
+class _Past(NamedTuple):
+    """What a layer's attention finds in the cache."""
+
+    k_LBGCK: jax.Array
+    v_LBGCK: jax.Array
+    layer: jax.Array
+    at: jax.Array  # the slot of the block's first token
+    segments: tuple[Any, Any] | None  # of the block, and of all slots
+
+
+def _attend(
+    past: _Past, attention: Attention, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array
+) -> tuple[jax.Array, Any]:
+    """What queries take from the values of all slots up to theirs, and the cache with their own."""
+    kept, own = [], []
+    for x_LBGCK, x_BSGK in ((past.k_LBGCK, k_BSGK), (past.v_LBGCK, v_BSGK)):
+        new_BGSK = x_BSGK.swapaxes(1, 2).astype(x_LBGCK.dtype)
+        kept.append(sl.shard(_written(x_LBGCK, new_BGSK, past.layer, past.at), *CACHE))
+        x_BGCK = jax.lax.dynamic_index_in_dim(kept[-1], past.layer, keepdims=False)
+        own.append(sl.shard(x_BGCK, *CACHE[1:]))
+    # The scores of one query are few. The partitioner splits their products and their softmax over
+    # devices that have different slots, and compilers read each key once.
+    if q_BSHK.shape[1] == 1 or attention.implementation == "xla":
+        return _plain(past, q_BSHK, *own), tuple(kept)
+    y_BSHK = sl.kernels.attention(
+        q_BSHK,
+        *(x_BGCK.swapaxes(1, 2) for x_BGCK in own),
+        names=HEADS,
+        kv_names=KEYS,
+        causal=True,
+        starts=(past.at, 0),
+        segment_ids=past.segments,
+        implementation=attention.implementation,
+    )
+    return y_BSHK, tuple(kept)
+
+
+def _written(x_LBGCK: jax.Array, new_BGSK: jax.Array, layer: Any, at: Any) -> jax.Array:
+    """Keys or values of all layers with those of a block of tokens, in one layer."""
+    S, C = new_BGSK.shape[2], x_LBGCK.shape[3]
+
+    def at_once(x_LBGCK: Any, new_BGSK: Any, layer: Any, at: Any, *_: Any) -> jax.Array:
+        first = (layer, 0, 0, at, 0)
+        return jax.lax.dynamic_update_slice(x_LBGCK, new_BGSK[None], first)
+
+    def by_slot(x_LBGCK: Any, new_BGSK: Any, layer: Any, at: Any, slots_C: Any) -> jax.Array:
+        if slots_C.size == C:
+            return at_once(x_LBGCK, new_BGSK, layer, at)
+        # This device has some of the slots, and takes for each the token that belongs there.
+        numbers_C = slots_C - at
+        taken_BGCK = new_BGSK.take(numbers_C.clip(0, S - 1), axis=2)
+        before_BGCK = jax.lax.dynamic_index_in_dim(x_LBGCK, layer, keepdims=False)
+        is_new_C1 = ((numbers_C >= 0) & (numbers_C < S))[:, None]
+        x_BGCK = jnp.where(is_new_C1, taken_BGCK, before_BGCK)
+        return jax.lax.dynamic_update_index_in_dim(x_LBGCK, x_BGCK, layer, 0)
+
+    if S == 1:  # which the partitioner does without exchanging anything
+        return at_once(x_LBGCK, new_BGSK, layer, at)
+    of_block = (*CACHE[1:3], None, CACHE[4])
+    write = sl.kernels.on_shards(by_slot, [CACHE, of_block, (), (), CACHE[3:4]], CACHE)
+    return write(x_LBGCK, new_BGSK, layer, at, jnp.arange(C))
+
+
+def _plain(past: _Past, q_BSHK: jax.Array, k_BGCK: jax.Array, v_BGCK: jax.Array) -> jax.Array:
+    """Attention with all scores in memory. What is behind a query, written or not, is not seen."""
+    (B, S, H, K), (G, C) = q_BSHK.shape, k_BGCK.shape[1:3]
+    seen_BSC = (jnp.arange(C) <= (past.at + jnp.arange(S))[:, None])[None]
+    if past.segments is not None:
+        own_BS, other_BC = past.segments
+        seen_BSC &= own_BS[:, :, None] == other_BC[:, None, :]
+    wide: Any = {"preferred_element_type": jnp.float32}
+    # R query heads for each key head.
+    q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
+    z_BGSRC = jnp.einsum("bsgrk,bgck->bgsrc", q_BSGRK, k_BGCK, **wide) / math.sqrt(K)
+    z_BGSRC = jnp.where(seen_BSC[:, None, :, None], z_BGSRC, -jnp.inf)
+    shares_BGSRC = jax.nn.softmax(z_BGSRC, axis=-1).astype(v_BGCK.dtype)
+    y_BGSRK = jnp.einsum("bgsrc,bgck->bgsrk", shares_BGSRC, v_BGCK, **wide)
+    return y_BGSRK.swapaxes(1, 2).reshape(q_BSHK.shape).astype(q_BSHK.dtype)
+
+
+def _segments(padding_B: jax.Array | None, slots_S: jax.Array) -> jax.Array | None:
+    """The segments of slots: 1 for a row's tokens, and 0 for what it is padded by."""
+    if padding_B is None:
+        return None
+    return sl.shard((slots_S >= padding_B[:, None]).astype(jnp.int32), "batch", None)
+
+
+def _embedded(
+    model: GPT, tokens_BS: jax.Array, slots_S: jax.Array, padding_B: jax.Array | None
+) -> tuple[jax.Array, Seen]:
+    """The residual stream before the first block, and what blocks see beside it."""
+    positions, real_BS = slots_S, None
+    if padding_B is not None:
+        # Padding is at the first position, whose embedding there is.
+        positions = jnp.maximum(slots_S - padding_B[:, None], 0)
+        real_BS = slots_S >= padding_B[:, None]
+    x_BSD = model._embed(sl.shard(tokens_BS, "batch", "seq"), positions)
+    rotation = None
+    if model.config.positions == "rotary":
+        config = model.config
+        rotation = rotations(positions, config.rotary_dim, config.rope_theta)
+    return x_BSD, Seen(rotation=rotation, real_BS=real_BS)
+
+
+def _loop(model: GPT, turn: Callable[..., Any], carry: Any, seen: Seen) -> tuple[Any, Any]:
+    """What turns of blocks make of `carry`, one after the other, and what each gives besides."""
+    turns = model.config.layers // getattr(model.config, "every", 1)
+    axes = {
+        "in_axes": (0, nnx.Carry, 0, None),
+        "out_axes": (nnx.Carry, 0),
+        "transform_metadata": {nnx.PARTITION_NAME: "layers"},
+        "unroll": model.config.unroll,
+    }
+    blocks = nnx.view(model.blocks, deterministic=True)
+    return nnx.scan(turn, **axes, graph_updates=False)(blocks, carry, jnp.arange(turns), seen)
+
+
+def _logits(model: GPT, x_BSD: jax.Array) -> jax.Array:
+    """Logits for the token after the last."""
+    return model.logits(model._last(x_BSD[:, -1:], model.norm))[:, 0]
+
+
+def check_cached(model: GPT) -> None:
+    """Refuse a model whose keys and values the cache has no place for."""
+    config = model.config
+    for field, what in (("latent", "latents"), ("dense_layers", "layers of two stacks")):
+        if (value := getattr(config, field, None)) is not None:
+            raise ValueError(
+                f"A model of `{type(config).__name__}({field}={value!r})` is not decoded with a "
+                f"cache: there is none of {what} yet. Take the likeliest tokens of whole passes, "
+                "`model(tokens)`."
+            )
+
+
+def checked_tokens(what: str, tokens_BS: Any) -> jax.Array:
+    """Rows of tokens as an array, for the function of this name."""
+    tokens_BS = jnp.asarray(tokens_BS)
+    whole = jnp.issubdtype(tokens_BS.dtype, jnp.integer)
+    if tokens_BS.ndim != 2 or not tokens_BS.size or not whole:
+        raise ValueError(
+            f"`{what}` takes rows of tokens, whole numbers of shape `[rows, tokens]`; got "
+            f"{tokens_BS.dtype}{list(tokens_BS.shape)}."
+        )
+    return tokens_BS
+
+
+def checked_padding(padding_B: Any, rows: int) -> jax.Array | None:
+    """How much rows are padded, as an array laid out as they are; None where none is."""
+    if padding_B is None:
+        return None
+    padding_B = jnp.asarray(padding_B)
+    if padding_B.shape != (rows,) or not jnp.issubdtype(padding_B.dtype, jnp.integer):
+        raise ValueError(
+            f"`padding_B` is {padding_B.dtype}{list(padding_B.shape)}: whole numbers, one for each "
+            f"of {rows} rows, as `pad` gives them."
+        )
+    return sl.shard(padding_B.astype(jnp.int32), "batch")
+
+
+def check_room(model: GPT, slots: int, length: int, more: int, padding_B: Any) -> None:
+    """Refuse tokens for which the cache has no slots, or the model no positions."""
+    if length + more > slots:
+        raise ValueError(
+            f"A cache of {slots} slots, of which {length} are written, has no room for {more} "
+            f"more tokens. Make one with `slots={length + more}` or more."
+        )
+    context, padding = model.config.context, _least(padding_B)
+    if padding is not None and length + more - padding > context:
+        raise ValueError(
+            f"{length + more - padding} tokens do not fit "
+            f"`{type(model.config).__name__}(context={context})`: shorter prompts, or fewer tokens "
+            "after them."
+        )
+
+
+def _least(padding_B: Any) -> int | None:
+    """How much every row is padded at least; None where only the running program knows."""
+    if padding_B is None:
+        return 0
+    traced = isinstance(padding_B, Tracer)
+    if traced or (isinstance(padding_B, jax.Array) and not padding_B.is_fully_addressable):
+        return None
+    return int(np.min(np.asarray(padding_B)))

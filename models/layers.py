@@ -1,0 +1,358 @@
+"""Layers that the models are made of: projections, norms, attention and MLPs, every dim named.
+
+Shape suffixes, with the names the rules know a dim by (weights / activations):
+
+    B  batch                 S  sequence (seq; residual_seq in the residual stream)
+    D  width (embed / act_embed)            F  hidden width of the MLP (mlp / act_mlp)
+    H  query heads (heads / act_heads)      G  key and value heads (kv_heads / act_kv_heads)
+    K  size of one head (head_dim)          V  rows of the vocabulary (vocab / act_vocab)
+
+What Megatron's rules make of it (`sl.rules.tensor`): the residual stream is whole on every device
+of `model`, and each half of a block leaves it once and returns once. Each device multiplies by its
+own heads, or by its own part of the MLP, and the partial products are summed on the way back: one
+all-reduce per half forward, and one backward, where the half left the stream. Under
+`sl.rules.tensor_sequence` the stream is split along the sequence, and the same annotations make
+each all-reduce an all-gather on leaving and a reduce-scatter on returning.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import shardlib as sl
+from models.gpt_config import GPTConfig
+
+RESIDUAL = ("batch", "residual_seq", "act_embed")
+WHOLE = ("batch", "seq", "act_embed")
+HEADS = ("batch", "seq", "act_heads", "head_dim")
+KV_HEADS = ("batch", "seq", "act_kv_heads", "head_dim")
+HIDDEN = ("batch", "seq", "act_mlp")
+LOGITS = ("batch", "seq", "act_vocab")
+STANDARD_DEVIATION = 0.02  # of every initial kernel and embedding, as GPT-1 and GPT-2 have it
+
+Names = tuple[str | None, ...]  # of the dims of an activation
+Rotation = tuple[jax.Array, jax.Array]
+# Of a layer, its queries, keys and values: what queries take from values, and anything else.
+Attend = Callable[["Attention", jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+normal = nnx.initializers.normal
+named = sl.checkpoint_name
+
+
+def parameter(
+    init: Callable[..., Any], config: GPTConfig, *names: str, rngs: nnx.Rngs
+) -> nnx.Param:
+    """A parameter with a dim for each name, of the size the configuration gives that name."""
+    shape = tuple(config.dims[name] for name in names)
+    return nnx.Param(sl.logical(init, *names)(rngs.params(), shape, config.param_dtype))
+
+
+class Projection(nnx.Module):
+    """A kernel from some named dims to others, and a bias.
+
+    The kernel has its outputs first, as PyTorch stores them and as its gradient comes out of the
+    product: with inputs first, every backward pass would transpose every gradient.
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        config: GPTConfig,
+        *,
+        std: float = STANDARD_DEVIATION,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.contracted = len(inputs)
+        self.kernel = parameter(normal(std), config, *outputs, *inputs, rngs=rngs)
+        self.bias = (
+            parameter(nnx.initializers.zeros, config, *outputs, rngs=rngs) if config.bias else None
+        )
+
+    def __call__(self, x: jax.Array, *layouts: Names) -> jax.Array:
+        """Multiply over the last dims of `x`, which are the kernel's last too, lay the product out,
+        add the bias.
+        """
+        # In this order: where the product is a sum over devices, the bias belongs to the sum, once.
+        last = tuple(range(-self.contracted, 0))
+        product = jnp.tensordot(x, self.kernel[...].astype(x.dtype), (last, last))
+        return self.add_bias(lay_out(product, *layouts))
+
+    def add_bias(self, product: jax.Array) -> jax.Array:
+        """A product with the bias added, where there is one."""
+        if self.bias is None:
+            return product
+        return (product + self.bias[...]).astype(product.dtype)
+
+
+class Dropout(nnx.Dropout):
+    """Flax's dropout of an array `[batch, sequence, ...]`, whose draws follow the positions of
+    tokens, in whatever order these are.
+    """
+
+    def __call__(self, inputs: jax.Array, **options: Any) -> jax.Array:
+        inactive = self.deterministic or not self.rate
+        if inactive or not sl.context.is_arranged(inputs.shape[1]):
+            return super().__call__(inputs, **options)
+        ones = jnp.ones(inputs.shape, inputs.dtype)
+        return inputs * sl.context.arrange(super().__call__(ones, **options))
+
+
+def project(x: jax.Array, names: Names, *projections: tuple[Projection, Names]) -> list[jax.Array]:
+    """What several projections make of one array, each with the names of its result's dims.
+
+    Those of `x` are as it is laid out: for the products it leaves the residual stream.
+    """
+    products = multiply(x, names, *projections)
+    pairs = zip(projections, products, strict=True)
+    return [projection.add_bias(product) for (projection, _), product in pairs]
+
+
+def multiply(
+    x: jax.Array, names: Names, *projections: tuple[Projection, Names]
+) -> tuple[jax.Array, ...]:
+    """The products of `project` without their biases, for what adds these itself."""
+    kernels = [projection.kernel[...].astype(x.dtype) for projection, _ in projections]
+    outputs = [layout for _, layout in projections]
+    return sl.kernels.projections(x, kernels, names=names, outputs=outputs)
+
+
+def lay_out(x: jax.Array, *layouts: Names) -> jax.Array:
+    """Name the dims of `x` one way, then another; the gradient takes the same way back.
+
+    `RESIDUAL, WHOLE` leaves the residual stream: what was split along the sequence is gathered, its
+    gradient summed and scattered. `WHOLE, RESIDUAL` returns to it: a sum over devices is scattered,
+    its gradient gathered. Both names are said although the second decides, lest the partitioner
+    carry one side's layout over to the other.
+    """
+    for names in layouts:
+        x = sl.shard(x, *names)
+    return x
+
+
+class Norm(nnx.Module):
+    """LayerNorm, or RMSNorm, which is LayerNorm without the centring and the bias.
+
+    `dim` is what the last dim of its parameters is called, `names` are those of what it norms.
+    """
+
+    def __init__(
+        self, config: GPTConfig, dim: str = "embed", names: Names = RESIDUAL, *, rngs: nnx.Rngs
+    ) -> None:
+        self.names = names
+        self.epsilon = config.norm_epsilon
+        self.centred = config.norm == "layer"
+        self.kernels = config.kernels
+        self.scale = parameter(nnx.initializers.ones, config, dim, rngs=rngs)
+        biased = self.centred and config.bias
+        self.bias = parameter(nnx.initializers.zeros, config, dim, rngs=rngs) if biased else None
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Of the residual stream, or of what has the names that it was made for."""
+        if self.kernels != "xla":
+            return self._by_kernel(x_BSD)
+        y_BSD = x_BSD.astype(jnp.float32)
+        if self.centred:
+            y_BSD -= y_BSD.mean(-1, keepdims=True)
+        y_BSD *= (
+            jax.lax.rsqrt(jnp.square(y_BSD).mean(-1, keepdims=True) + self.epsilon)
+            * self.scale[...]
+        )
+        return (y_BSD if self.bias is None else y_BSD + self.bias[...]).astype(x_BSD.dtype)
+
+    def of_sum(self, x_BSD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of the residual stream with what is added to it, and that sum."""
+        if self.kernels != "xla":
+            return self._by_kernel(x_BSD, residual=y_BSD)
+        x_BSD = lay_out(x_BSD + y_BSD, RESIDUAL)
+        return self(x_BSD), x_BSD
+
+    def _by_kernel(self, x_BSD: jax.Array, **more: Any) -> Any:
+        weights = [one[...] for one in (self.scale, self.bias) if one is not None]
+        norm = sl.kernels.layer_norm if self.centred else sl.kernels.rms_norm
+        return norm(
+            x_BSD,
+            *weights,
+            names=self.names,
+            epsilon=self.epsilon,
+            implementation=self.kernels,
+            **more,
+        )
+
+
+class Attention(nnx.Module):
+    """Attention, causal unless said otherwise, in which each key and value head serves a group of
+    query heads.
+    """
+
+    kv_names = KV_HEADS
+
+    def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
+        self.causal = causal
+        self.implementation = config.attention
+        self.query = Projection(("embed",), ("heads", "head_dim"), config, rngs=rngs)
+        self.key = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
+        self.value = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
+        self.output = Projection(
+            ("heads", "head_dim"), ("embed",), config, std=returning_std(config), rngs=rngs
+        )
+        normed = config.query_key_norm
+        self.query_norm = Norm(config, "head_dim", HEADS, rngs=rngs) if normed else None
+        self.key_norm = Norm(config, "head_dim", KV_HEADS, rngs=rngs) if normed else None
+
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        rotation: Rotation | None = None,
+        segments_BS: jax.Array | None = None,
+        memory_BTD: jax.Array | None = None,
+        memory_segments_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """What each token makes of those it sees: of its own segment, in the memory where one is
+        given.
+        """
+        q_BSHK, k_BTGK, v_BTGK = self.projected(x_BSD, rotation, memory_BTD)
+        # Query head h attends with key head h // (H / G), so a device that holds whole groups needs
+        # nobody else's.
+        segments = None
+        memory_BT = segments_BS if memory_BTD is None else memory_segments_BT
+        if segments_BS is not None and memory_BT is not None:
+            segments = (segments_BS, memory_BT) if memory_BTD is not None else segments_BS
+        q_BSHK, k_BTGK = named(q_BSHK, "query", HEADS), named(k_BTGK, "key", self.kv_names)
+        v_BTGK = named(v_BTGK, "value", self.kv_names)
+        # The tokens of a model are arranged together; queries and memory may be of two lengths.
+        arranged = memory_BTD is None
+        y_BSHK = lay_out(self.attend(q_BSHK, k_BTGK, v_BTGK, segments, arranged=arranged), HEADS)
+        return named(self.output(y_BSHK, WHOLE, RESIDUAL), "attention_out", RESIDUAL)
+
+    def by(self, attend: Attend, x_BSD: jax.Array, rotation: Rotation | None) -> Any:
+        """What each token makes of those that `attend` has it see, and what that gives besides."""
+        q_BSHK, k_BSGK, v_BSGK = self.projected(x_BSD, rotation)
+        y_BSHK, kept = attend(self, q_BSHK, k_BSGK, v_BSGK)
+        return self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL), kept
+
+    def projected(
+        self,
+        x_BSD: jax.Array,
+        rotation: Rotation | None = None,
+        memory_BTD: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, and keys and values, of the memory where one is given; with their positions."""
+        own, others = (self.query, HEADS), [(self.key, KV_HEADS), (self.value, KV_HEADS)]
+        if memory_BTD is None:
+            q_BSHK, k_BTGK, v_BTGK = project(x_BSD, RESIDUAL, own, *others)
+        else:
+            (q_BSHK,) = project(x_BSD, RESIDUAL, own)
+            k_BTGK, v_BTGK = project(memory_BTD, WHOLE, *others)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BSHK, k_BTGK = self.query_norm(q_BSHK), self.key_norm(k_BTGK)
+        if rotation is not None:
+            q_BSHK = sl.kernels.rotate(q_BSHK, *rotation)
+            k_BTGK = sl.kernels.rotate(k_BTGK, *rotation)
+        return q_BSHK, k_BTGK, v_BTGK
+
+    def attend(
+        self,
+        q_BSHK: jax.Array,
+        k_BTGK: jax.Array,
+        v_BTGK: jax.Array,
+        segments: Any,
+        *,
+        arranged: bool = False,
+    ) -> jax.Array:
+        """What each query takes from the values, by the implementation of the configuration.
+
+        Segments are those of queries and keys, one array where they are the same, or None. Where
+        `arranged`, all are in the order of `sl.context.arrange`.
+        """
+        if self.implementation != "xla":
+            return sl.kernels.attention(
+                q_BSHK,
+                k_BTGK,
+                v_BTGK,
+                names=HEADS,
+                kv_names=self.kv_names,
+                causal=self.causal,
+                arranged=arranged,
+                segment_ids=segments,
+                implementation=self.implementation,
+            )
+        attend = sl.remat(functools.partial(attend_whole, self.causal, arranged), part="scores")
+        # `sl.kernels.attention` names its result itself, and keeps no scores.
+        return named(attend(q_BSHK, k_BTGK, v_BTGK, segments), "context", HEADS)
+
+
+def attend_whole(
+    causal: bool,
+    arranged: bool,
+    q_BSHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    segments: Any,
+) -> jax.Array:
+    """Plain attention, with all scores in memory, and the mask of segments that is as large."""
+    seen_B1ST = None
+    if segments is not None:
+        own_BS, other_BT = segments if isinstance(segments, tuple) else (segments, segments)
+        seen_B1ST = (own_BS[:, :, None] == other_BT[:, None, :])[:, None]
+    S = q_BSHK.shape[1]
+    if causal and arranged and sl.context.is_arranged(S):
+        positions_S = sl.context.arrange(jnp.arange(S), 0)
+        before_1ST = (positions_S[:, None] >= positions_S[None, :])[None]
+        seen_B1ST = before_1ST if seen_B1ST is None else seen_B1ST & before_1ST
+        causal = False
+    return jax.nn.dot_product_attention(
+        q_BSHK, k_BTGK, v_BTGK, mask=seen_B1ST, is_causal=causal, implementation="xla"
+    )
+
+
+class MLP(nnx.Module):
+    """GPT's two matrices around a GELU, or Llama's three around a gated unit (SwiGLU)."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.kind = config.mlp
+        self.up = Projection(("embed",), ("mlp",), config, rngs=rngs)
+        self.gate = Projection(("embed",), ("mlp",), config, rngs=rngs) if config.gated else None
+        self.down = Projection(("mlp",), ("embed",), config, std=returning_std(config), rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        if self.gate is not None:
+            both = (self.gate, HIDDEN), (self.up, HIDDEN)
+            gate_BSF, up_BSF = project(x_BSD, RESIDUAL, *both)
+            gate_BSF, up_BSF = named(gate_BSF, "mlp_gate", HIDDEN), named(up_BSF, "mlp_up", HIDDEN)
+            h_BSF = activate(gate_BSF, self.kind, up=up_BSF)
+        else:
+            # The bias is added by the activation, so that the sum is never in memory.
+            bias_F = None if self.up.bias is None else self.up.bias[...]
+            (up_BSF,) = multiply(x_BSD, RESIDUAL, (self.up, HIDDEN))
+            up_BSF = named(up_BSF, "mlp_up", HIDDEN)
+            h_BSF = activate(up_BSF, self.kind, bias=bias_F)
+        h_BSF = named(h_BSF, "mlp_hidden", HIDDEN)
+        return named(self.down(h_BSF, WHOLE, RESIDUAL), "mlp_out", RESIDUAL)
+
+
+def activate(
+    x: jax.Array, kind: str, *, up: jax.Array | None = None, bias: jax.Array | None = None
+) -> jax.Array:
+    """What an MLP of a kind has between its matrices: GPT's GELU or a ReLU, of `x` and a bias, or a
+    gated unit, in which `x` is the gate of `up`.
+    """
+    if up is not None:
+        return sl.kernels.glu(x, up, "silu" if kind == "swiglu" else "gelu_tanh")
+    return sl.kernels.activate(x, bias, "gelu_tanh" if kind == "gelu" else "relu")
+
+
+def returning_std(config: GPTConfig) -> float:
+    """GPT-2's: 2 * layers products are added up in the residual stream, which should not grow with
+    the depth.
+    """
+    return STANDARD_DEVIATION / math.sqrt(2 * config.layers)
+
+
+def fold_in(key: jax.Array | None, number: int) -> jax.Array | None:
+    """A key of its own for each number, where there is a key."""
+    return None if key is None else jax.random.fold_in(key, number)
