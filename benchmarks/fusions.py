@@ -44,7 +44,7 @@ from flax import nnx
 import shardlib as sl
 from benchmarks._report import report
 from benchmarks.pods import cycles
-from models import gpt
+from models import gpt, layers
 from shardlib import kernels, testing
 from shardlib.compiled._hlo import Program, arrays, size_bytes
 from shardlib.machine._targets import COMPILERS, installed
@@ -117,19 +117,28 @@ def additions_apart() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def heads_first() -> Iterator[None]:
     """Projections into and out of attention whose products have heads before positions."""
-    product = gpt.Projection.product
+    project, call = layers.project, layers.Projection.__call__
 
-    def of_heads(self: Any, x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
+    def into_heads(x: jax.Array, names: tuple[str, ...], *projections: Any) -> list[jax.Array]:
+        if any(projection.kernel.ndim != 3 for projection, _ in projections):
+            return project(x, names, *projections)
+        products = []
+        for projection, _ in projections:
+            kernel = projection.kernel[...].astype(x.dtype)
+            product = jnp.swapaxes(jnp.einsum("bsd,hkd->bhsk", x, kernel), 1, 2)
+            products.append(projection.add_bias(product))
+        return products
+
+    def out_of_heads(self: Any, x: jax.Array, *layouts: tuple[str, ...]) -> jax.Array:
+        if self.contracted != 2:
+            return call(self, x, *layouts)
         kernel = self.kernel[...].astype(x.dtype)
-        if self.contracted == 2:
-            y = jnp.einsum("bhsk,dhk->bsd", jnp.swapaxes(x, 1, 2), kernel)
-        elif kernel.ndim == 3:
-            y = jnp.swapaxes(jnp.einsum("bsd,hkd->bhsk", x, kernel), 1, 2)
-        else:
-            return product(self, x, *layouts)
-        return gpt.lay_out(y, *layouts)
+        return self.add_bias(jnp.einsum("bhsk,dhk->bsd", jnp.swapaxes(x, 1, 2), kernel))
 
-    with mock.patch.object(gpt.Projection, "product", of_heads):
+    with (
+        mock.patch.object(layers, "project", into_heads),
+        mock.patch.object(layers.Projection, "__call__", out_of_heads),
+    ):
         yield
 
 
@@ -178,7 +187,8 @@ def compiled_blocks(name: str, variant: Variant, remat: str, machine: sl.Target)
     def loss(weights: Any, x_BSD: jax.Array) -> jax.Array:
         rotation = None
         if config.positions == "rotary" and variant.rotated:
-            rotation = gpt.rotations(config.context, config.dims["head_dim"], config.rope_theta)
+            positions = jnp.arange(config.context, dtype=jnp.float32)
+            rotation = gpt.rotations(positions, config.dims["head_dim"], config.rope_theta)
 
         def layer(x_BSD: jax.Array, weights: Any) -> tuple[jax.Array, None]:
             block = nnx.merge(structure, weights)

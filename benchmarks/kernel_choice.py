@@ -6,6 +6,7 @@ for one chip of each kind, once with each implementation:
     attention, rms_norm      two layers of Llama 3 of 8 billion parameters, recomputed in backward
     softmax                  an attention that writes its scores
     linear_cross_entropy     Llama 3's last norm and its head
+    grouped_matmul           the last product of eight experts of Mixtral's, evenly loaded
 
 Of each program: `moved_gb`, what it reads and writes, where a kernel's operands and results count
 once; `temp_gb`, its temporaries; and `seconds`.
@@ -61,6 +62,7 @@ IMPLEMENTATIONS = {
     "rms_norm": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "softmax": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "linear_cross_entropy": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
+    "grouped_matmul": {"tpu": ("reference", "tpu"), "gpu": ("reference",)},
 }
 # How many products a kernel takes, by what its name begins with; others take none. Of attention
 # they are of queries with keys, or of these shares with values, and backward their transposes.
@@ -70,6 +72,10 @@ PRODUCTS = {
     "attention_dq": 3,
     "head_forward": 1,
     "head_backward": 3,
+    "gmm": 1,
+    "tgmm": 1,
+    "ragged-dot": 1,
+    "ragged-dot-metadata": 0,
 }
 LENGTHS = (2048, 8192)
 LLAMA = gpt.llama3_8b(layers=2, vocab=1024)
@@ -161,6 +167,34 @@ def scores(implementation: str) -> Case:
     return Case(lower, 12 * length * length * heads * size, length)
 
 
+def experts(implementation: str) -> Case:
+    """A product of the rows of eight experts, 8,192 in all on each device, and its gradients."""
+    rows, hidden, width, count = 8192, 14_336, 4096, 8
+
+    def both(x: jax.Array, w: jax.Array, sizes: jax.Array, gradient: jax.Array) -> Any:
+        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+            groups = kernels.Groups(sizes, ("data",))
+            names = (None, None)
+            return kernels.grouped_matmul(x, w, groups, names=names, implementation=implementation)
+
+        y, back = jax.vjp(product, x, w)
+        return y, back(gradient)
+
+    def lower(mesh: Any) -> Any:
+        whole, split = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("data"))
+        return _lowered(
+            mesh,
+            both,
+            jax.ShapeDtypeStruct((rows * mesh.size, hidden), "bfloat16", sharding=split),
+            jax.ShapeDtypeStruct((count, hidden, width), "bfloat16", sharding=whole),
+            jax.ShapeDtypeStruct((mesh.size, count), "int32", sharding=split),
+            jax.ShapeDtypeStruct((rows * mesh.size, width), "bfloat16", sharding=split),
+        )
+
+    product = 2 * rows * hidden * width
+    return Case(lower, 3 * product, hidden, product)
+
+
 def _lowered(mesh: Any, function: Callable[..., Any], *arrays: jax.ShapeDtypeStruct) -> Any:
     """A function of arrays that are placed on a mesh, lowered for it."""
     with sl.use(RULES, mesh):
@@ -175,6 +209,8 @@ def cases(op: str, implementation: str) -> list[Case]:
         return [layers(LENGTHS[0], kernels=implementation)]
     if op == "softmax":
         return [scores(implementation)]
+    if op == "grouped_matmul":
+        return [experts(implementation)]
     return [head(implementation)]
 
 

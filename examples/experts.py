@@ -57,12 +57,10 @@ def train(
     sparse = isinstance(config, moe.MoEConfig)
     loss, make = (moe.loss, moe.MoE) if sparse else (gpt.loss, gpt.GPT)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, 20, max(steps, 21))
-    state = sl.init(
-        lambda: make(config, rngs=nnx.Rngs(seed)),
-        optax.adamw(schedule, weight_decay=0.1),
-        strategy,
-        seed=seed,
-    )
+    optimizer: Any = optax.adamw(schedule, weight_decay=0.1)
+    if isinstance(config, moe.MoEConfig) and config.balance_bias:
+        optimizer = sl.experts.balanced(optimizer)
+    state = sl.init(lambda: make(config, rngs=nnx.Rngs(seed)), optimizer, strategy, seed=seed)
     records: list[dict[str, Any]] = []
     loop = sl.Loop(steps=steps, log_every=10)
     sinks = [sl.Progress(steps), records.append]

@@ -10,6 +10,60 @@ import shardlib as sl
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """The sizes of DeepSeek's latent attention (MLA), see `models/latent_attention.py`. The
+    defaults are DeepSeek-V3's.
+
+    - `query_rank`: of the array that all heads' queries are made of.
+    - `kv_rank`: of the array that all heads' keys and values are made of.
+    - `key_dim`: the part of a head's query and key that knows no position.
+    - `rotary_dim`: the part that rotary positions turn; of keys, all heads have this one in common.
+    - `value_dim`: the size of a head's values.
+    """
+
+    query_rank: int = 1536
+    kv_rank: int = 512
+    key_dim: int = 128
+    rotary_dim: int = 64
+    value_dim: int = 128
+
+    def __post_init__(self) -> None:
+        for name, value in self.dims.items():
+            if not _is_count(value):
+                raise ValueError(
+                    f"`LatentAttention({name}={value!r})` must be a positive integer, below 2**31."
+                )
+        if self.rotary_dim % 2:
+            raise ValueError(
+                f"`LatentAttention(rotary_dim={self.rotary_dim})` must be even: rotary positions "
+                "turn pairs."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """The size of a head's queries and keys."""
+        return self.key_dim + self.rotary_dim
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dim of the parameters that plain attention has not, by its name."""
+        return {
+            "query_rank": self.query_rank,
+            "kv_rank": self.kv_rank,
+            "key_dim": self.key_dim,
+            "rotary_dim": self.rotary_dim,
+            "value_dim": self.value_dim,
+        }
+
+    def parameters(self, width: int, heads: int) -> int:
+        """How many numbers the matrices have, in a model of such a width and so many heads."""
+        compressing = width * (self.query_rank + self.kv_rank + self.rotary_dim)
+        queries = self.query_rank * heads * self.head_dim
+        keys_and_values = self.kv_rank * heads * (self.key_dim + self.value_dim)
+        return compressing + queries + keys_and_values + width * heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class GPTConfig:
     """What the model is. The defaults are GPT-2's choices.
 
@@ -27,6 +81,10 @@ class GPTConfig:
     backward pass. `attention` is the implementation of
     `sl.kernels.attention`, whose scores are never in memory, such as "tpu" on TPUs and "cudnn" or
     "tokamax" on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
+    With `query_key_norm` each head's queries and keys are normed before positions turn them, with
+    one scale for all heads, as in Qwen3. `latent` has DeepSeek's latent attention in place of the
+    plain one, in models with rotary positions; it says the sizes of heads, which `kv_heads` and
+    `head_dim` do not then.
     Layers are a loop, compiled once. With `unroll` so many of them are written out one after the
     other, in each turn of the loop; with `unroll=layers` there is no loop. A GPU then copies what
     layers keep for the backward pass into no stack, and takes longer to compile.
@@ -48,6 +106,8 @@ class GPTConfig:
     mlp: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
     bias: bool = True
     tied: bool = True
+    query_key_norm: bool = False
+    latent: LatentAttention | None = None
     dropout: float = 0.0
     vocab_multiple: int = 1
     dtype: Any = None
@@ -100,7 +160,9 @@ class GPTConfig:
         if self.dtype is not None:
             _check_dtype("dtype", self.dtype)
         _check_dtype("param_dtype", self.param_dtype)
-        if self.head_dim is None and self.width % self.heads:
+        if self.latent is not None:
+            _check_latent(self)
+        if self.latent is None and self.head_dim is None and self.width % self.heads:
             raise ValueError(
                 f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; "
                 "choose another number of heads, or say what the size of one is: `head_dim=...`."
@@ -120,11 +182,14 @@ class GPTConfig:
     @property
     def dims(self) -> dict[str, int]:
         """The size of each dim of the parameters, by its name."""
+        of_latent = {} if self.latent is None else self.latent.dims
+        head_dim = self.head_dim or self.width // self.heads
         return {
             "embed": self.width,
             "heads": self.heads,
             "kv_heads": self.kv_heads or self.heads,
-            "head_dim": self.head_dim or self.width // self.heads,
+            "head_dim": head_dim if self.latent is None else self.latent.head_dim,
+            **of_latent,
             "mlp": self.hidden or 4 * self.width,
             "position": self.context,
             "vocab": math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple,
@@ -136,17 +201,39 @@ class GPTConfig:
         return self.mlp in ("swiglu", "geglu")
 
     @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a head rotary positions turn."""
+        return self.dims["head_dim"] if self.latent is None else self.latent.rotary_dim
+
+    @property
     def training_flops_per_token(self) -> float:
         """What forward and backward take for one token, counting products alone, as MFU does:
         causal attention whole.
         """
-        return (
-            3 * sum(module.count * module.flops for module in self.decoder.modules()) / self.context
-        )
+        return 3 * sum(self._forward_flops.values()) / self.context
+
+    @property
+    def _forward_flops(self) -> dict[str, int]:
+        """What the forward pass takes for a sequence, by the kind of module: of all layers."""
+        modules = self._plain_decoder.modules()
+        found = {module.name: module.count * module.flops for module in modules}
+        if self.latent is not None:
+            scores = self.context * self.heads * (self.latent.head_dim + self.latent.value_dim)
+            products = self.latent.parameters(self.width, self.heads) + scores
+            found["attention"] = 2 * self.layers * self.context * products
+        return found
 
     @property
     def decoder(self) -> sl.planning.Decoder:
         """Its shape alone, for `sl.estimate`."""
+        for field in ("latent", "query_key_norm"):
+            if getattr(self, field):
+                raise no_decoder(self, field)
+        return self._plain_decoder
+
+    @property
+    def _plain_decoder(self) -> sl.planning.Decoder:
+        """The shape of a decoder that has plain attention, and else is like this one."""
         return sl.planning.Decoder(
             layers=self.layers,
             width=self.width,
@@ -163,6 +250,39 @@ class GPTConfig:
             tied=self.tied,
             final_norm=self.norm_first,
             scores=self.attention == "xla",
+        )
+
+
+def no_decoder(config: GPTConfig, field: str) -> ValueError:
+    """The refusal to describe a model to formulas that know nothing of what a field asks for."""
+    return ValueError(
+        f"`{type(config).__name__}({field}={getattr(config, field)!r})`: the formulas of "
+        "`sl.estimate` and `sl.planning.Decoder` know nothing of it. Ask the compiler: `sl.plan`."
+    )
+
+
+def _check_latent(config: GPTConfig) -> None:
+    """Refuse fields that latent attention leaves no meaning."""
+    name = type(config).__name__
+    if not isinstance(config.latent, LatentAttention):
+        raise ValueError(
+            f"`{name}(latent={str(config.latent)[:200]!r})` is a `LatentAttention(...)`, or None."
+        )
+    for field in ("kv_heads", "head_dim"):
+        if (value := getattr(config, field)) is not None:
+            raise ValueError(
+                f"`{name}({field}={value}, latent=...)`: the sizes of latent attention are those "
+                f"of `LatentAttention`; leave `{field}` out."
+            )
+    if config.positions != "rotary":
+        raise ValueError(
+            f"`{name}(positions={config.positions!r}, latent=...)`: a part of each head is for "
+            'rotary positions; say `positions="rotary"`.'
+        )
+    if config.query_key_norm:
+        raise ValueError(
+            f"`{name}(query_key_norm=True, latent=...)`: latent attention norms what queries and "
+            "keys are made of; leave `query_key_norm` out."
         )
 
 

@@ -14,6 +14,7 @@ from machines import compile_for
 
 import shardlib as sl
 from shardlib import kernels, testing
+from shardlib.compiled._hlo import Program
 
 P = jax.P
 GPUS = [
@@ -146,6 +147,67 @@ def in_a_checked_shard_map(target, op):
         mapped = jax.shard_map(run, mesh=mesh, in_specs=(inside,), out_specs=out)
         compiled = compile_for(mesh, jax.jit(mapped).lower(arrays))
     return [one.kind for one in testing.collectives(compiled, mesh)]
+
+
+def which_multiply(target, op):
+    """Of an op, forward and backward, whether each kernel counts as a product of matrices."""
+    target = sl.Target(target)
+    mesh, names = target.mesh("data=2,model=2"), ("batch", None, "heads", None)
+
+    def absent(dtype, spec, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    x = absent("bfloat16", P("data", None, "model"), 4, 256, 4, 128)
+    arrays = {
+        "softmax": {"x": x},
+        "norm": {"x": x, "scale": absent("float32", P(), 128)},
+        "attention": {"q": x, "k": x, "v": x},
+        "head": {
+            "x": x,
+            "kernel": absent("bfloat16", P(), 1024, 128),
+            "targets": absent("int32", P("data", None, "model"), 4, 256, 4),
+        },
+    }[op]
+    whole = {"targets": arrays.pop("targets")} if op == "head" else {}
+
+    def loss(arrays, whole):
+        options = {"names": names, "implementation": target.platform}
+        if op == "attention":
+            y = kernels.attention(**arrays, **options)
+        else:
+            y = OPS[op].call({**arrays, **whole}, options)
+        return y.astype("float32").sum()
+
+    with sl.use(RULES, mesh):
+        compiled = compile_for(mesh, jax.jit(jax.grad(loss)).lower(arrays, whole))
+    return _multiply(compiled)
+
+
+def of_triton(target, multiplies):
+    """The same of a kernel in Triton that multiplies, or that divides rows by their sums."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    def body(x, y):
+        rows = x[...]
+        y[...] = rows @ rows if multiplies else rows / rows.sum(1, keepdims=True)
+
+    mesh = sl.Target(target).mesh("data=1")
+    sharding = jax.NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((64, 64), "float32", sharding=sharding)
+    call = pl.pallas_call(body, out_shape=x, compiler_params=triton.CompilerParams())
+    return _multiply(compile_for(mesh, jax.jit(call).lower(x)))
+
+
+def _multiply(compiled):
+    """Whether each kernel of a program counts as a product of matrices."""
+    program = Program(compiled.as_text())
+    targets = r'custom_call_target="(tpu_custom_call|mosaic_gpu|__gpu\$xla\.gpu\.triton)'
+    return [
+        program.multiplies(scope, made)
+        for scope, made, _ in program.walk()
+        if re.search(targets, made.attributes)
+    ]
 
 
 def of_head(target, implementation, dtype, rows, vocab, width):

@@ -22,16 +22,16 @@ LAYERS = [
         "_device_grid _mesh _torus _portable_mesh _describe_mesh _chips _processes _agreement",
     ),
     ("machine", "_target_names _targets"),
-    ("compiled", "_source_lines _hlo _device_groups _collectives _memory_traffic _flops"),
-    ("compiled", "_written _compile _flow _memory _host_copies"),
+    ("compiled", "_source_lines _kernel_products _hlo _device_groups _collectives"),
+    ("compiled", "_memory_traffic _flops _written _compile _flow _memory _host_copies"),
     ("data", "_packages _checks _blocks _tokenizer _corpus _documents _files _tokens _seals"),
     ("data", "_progress _claim _build _store _sequences"),
-    ("layouts", "_rules"),
+    ("layouts", "_specs _rules"),
     ("", "rules"),
     (
         "layouts",
         "_resolve _relate _placement _flax_rules _host _chain_schedules _remat_policy _remat_text "
-        "_checkpoint_policies _annotate _route _reshard",
+        "_checkpoint_policies _annotate _sequence_order _route _reshard",
     ),
     (
         "tracing",
@@ -44,7 +44,7 @@ LAYERS = [
     ("kernels", "_rows _shards _choice _tpu _gpu _gpu_rows _gpu_ring _gpu_tiles _tokamax"),
     ("kernels._softmax", "_reference _tpu _gpu"),
     ("kernels._norm", "_reference _tpu _gpu _tokamax"),
-    ("kernels._linear_cross_entropy", "_reference _tpu _gpu"),
+    ("kernels._linear_cross_entropy", "_reference _tpu_blocks _tpu _gpu"),
     (
         "kernels._attention",
         "_mask _patterns _pairs _reference _merged _tpu_blocks _tpu_pattern _tpu_grid _tpu_kernels _tpu",
@@ -53,9 +53,17 @@ LAYERS = [
         "kernels._attention",
         "_gpu_band _gpu_walk _gpu_rows _gpu_kernels _gpu _cudnn _tokamax _options",
     ),
+    (
+        "kernels._attention",
+        "_layouts _ring _ring_passes _ulysses",
+    ),
     ("kernels", "_activations _rotary _projections _softmax _norm _linear_cross_entropy"),
-    ("kernels", "_attention _on_shards"),
-    ("collectives", "_sums _codecs _compressed _compressed_shards _exact _exchanges _zero"),
+    ("kernels._grouped_matmul", "_reference _tpu"),
+    ("kernels", "_grouped_matmul _attention _on_shards"),
+    (
+        "collectives",
+        "_sums _codecs _compressed _compressed_shards _exact _exchanges _zero _zero_split _zero_shards",
+    ),
     ("optimizers", "_stacked _local _onebit_adam"),
     (
         "pipeline.schedules",
@@ -68,7 +76,12 @@ LAYERS = [
     ),
     ("pipeline", "_pass_row _passes _outside_loops"),
     ("pipeline", "_execute"),
-    ("experts", "_routing _dispatch _moe_checks _token_exchange _moe"),
+    ("experts", "_selection _routing _sigmoid_router _noisy_router _hash_router _expert_choice"),
+    (
+        "experts",
+        "_bias _gate _choose _row_moves _dispatch _moe_checks _moe_stats _token_exchange _moe",
+    ),
+    ("experts", "_rows _further_rounds _dropless"),
     (
         "step",
         "_scopes _precision _offload _exchange _strategy _batches _layer_order _state _init_checks _init",
@@ -86,8 +99,9 @@ LAYERS = [
         "planning",
         "_break_even _decoder _decoder_names _estimate _lower _machine _flops _prices _activations "
         "_activations_report _advice _compiled_step _frontier_picture _frontier "
-        "_microbatch _remat_advice _report _plan _questions _command",
+        "_microbatch _remat_advice _report _plan _questions _command _context_costs",
     ),
+    ("", "context"),
     ("", "__main__ launch"),
     ("testing", "_traces _assert _oracle _compare"),
 ]

@@ -1,3 +1,4 @@
+import base64
 import dataclasses
 import math
 import re
@@ -446,6 +447,30 @@ PRODUCT = """
 """
 
 
+def kernel(target, body):
+    """A call of a kernel, with what its compiler keeps of its body."""
+    settings = f'{{module = "{body}"}}'
+    if target == "tpu_custom_call":
+        text = base64.b64encode(body.encode()).decode()
+        settings = f'{{"custom_call_config":{{"body":"{text}"}}}}'
+    return (
+        f'%k = f32[64,512]{{1,0}} custom-call(%p), custom_call_target="{target}", '
+        f"backend_config={settings}"
+    )
+
+
+IN_BRANCH = f"""
+%skip (param_0: f32[64,512]) -> f32[64,512] {{
+  ROOT %param_0 = f32[64,512]{{1,0}} parameter(0)
+}}
+
+%attend (param_0: f32[64,512]) -> f32[64,512] {{
+  %p = f32[64,512]{{1,0}} parameter(0)
+  ROOT {kernel("tpu_custom_call", "tpu.matmul")}
+}}
+"""
+
+
 @pytest.mark.parametrize(
     "between, expected",
     [
@@ -461,6 +486,22 @@ PRODUCT = """
         ),
         (['%m = f32[64,512]{1,0} custom-call(%p, %w), custom_call_target="__cublas$gemm"'], True),
         (['%m = f32[64,512]{1,0} custom-call(%p), custom_call_target="Sharding"'], False),
+        (['%m = f32[64,512]{1,0} custom-call(%p), custom_call_target="__cudnn$norm"'], False),
+        (['%m = f32[64,512]{1,0} custom-call(%p), custom_call_target="__cudnn$fmhaSoftmax"'], True),
+        ([kernel("tpu_custom_call", "arith\0tpu.matmul\0math.exp2\0")], True),
+        ([kernel("tpu_custom_call", "arith\0matmul.py\0tpu.dot_dimension_numbers")], False),
+        ([kernel("mosaic_gpu_v2", r"\01wgmma.mma_async.sync.aligned.m64n128k16\00")], True),
+        ([kernel("mosaic_gpu_v2", r"\01wgmma.commit_group.sync.aligned;\00wgmma:\00")], False),
+        ([kernel("__gpu$xla.gpu.triton", r"\00dot\00store\00")], True),
+        ([kernel("__gpu$xla.gpu.triton", r"\00store\00dot_general\00")], False),
+        (
+            [
+                "%b = s32[] constant(0)",
+                "%c = f32[64,512]{1,0} conditional(%b, %p, %p), "
+                "branch_computations={%skip, %attend}",
+            ],
+            True,
+        ),
         (["%l = (s32[], f32[64,512], f32[512,512]) while(%t), condition=%body, body=%body"], True),
     ],
 )
@@ -469,9 +510,9 @@ def test_collectives_overlap_only_with_products_between_start_and_done(between, 
     after = "%n = f32[64,512]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     state = "%t = (s32[], f32[64,512]{1,0}, f32[512,512]{1,0}) tuple(%w, %p, %w)"
     entry = ["%w = f32[512,512]{1,0} parameter(1)", state, start, *between, done, after]
-    assert [one.overlapped for one in collectives(text_of(*entry, computations=PRODUCT))] == [
-        expected
-    ]
+    assert [
+        one.overlapped for one in collectives(text_of(*entry, computations=PRODUCT + IN_BRANCH))
+    ] == [expected]
 
 
 WRAPPED = """

@@ -206,6 +206,7 @@ def test_docs_reference_lists_every_public_name():
         for module in (
             shardlib,
             shardlib.collectives,
+            shardlib.context,
             shardlib.kernels,
             shardlib.data,
             shardlib.experts,

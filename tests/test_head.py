@@ -85,7 +85,7 @@ def test_linear_cross_entropy_tpu_kernel_is_exact_over_several_blocks(
 
     monkeypatch.setattr(_tpu, "cores", lambda: cores)
     monkeypatch.setattr(_tpu, "SOME", 8)
-    for blocks in ("_forward_blocks", "_backward_blocks"):
+    for blocks in ("forward_blocks", "backward_blocks"):
         monkeypatch.setattr(
             _tpu, blocks, lambda x, kernel: iter([_tpu.Blocks(min(rows, 256), 128, 0)])
         )
@@ -196,7 +196,7 @@ def test_linear_cross_entropy_is_exact_when_backward_exceeds_fast_memory(monkeyp
     from shardlib.kernels._linear_cross_entropy import _tpu
 
     monkeypatch.setattr(
-        _tpu, "_backward_blocks", lambda x, kernel: iter([_tpu.Blocks(256, 512, 2**40)])
+        _tpu, "backward_blocks", lambda x, kernel: iter([_tpu.Blocks(256, 512, 2**40)])
     )
     arrays = make({"x": (100, 20), "kernel": (350, 20), "targets": (100,)}, "float32")
     found = derived(head, arrays, {"implementation": "tpu_simulated"})

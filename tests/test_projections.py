@@ -205,14 +205,53 @@ def test_projections_keep_no_concatenated_kernel_for_the_backward_pass():
     assert "tensor<3x32x64xf32>" not in text
 
 
+TARGETS = [
+    "cpu",
+    pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
+    pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
+]
+
+
 @pytest.mark.parametrize(
-    "target",
+    "target, joined",
     [
-        "cpu",
-        pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
-        pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
+        ("cpu", True),
+        pytest.param("v5e:2x4", True, marks=pytest.mark.tpu_compiler),
+        pytest.param("h200:1x1x8", True, marks=pytest.mark.gpu_compiler),
+        pytest.param("h200:1x1x8", False, marks=pytest.mark.gpu_compiler),
     ],
 )
+def test_projections_keep_parts_of_a_split_sequence_for_the_backward_pass(target, joined):
+    """What is gathered for the products is gathered again, even in the loop over layers."""
+    mesh = mesh_on(target, "model=8")
+    layers, rows, length, features, hidden = 3, 2, 1024, 256, 512
+    output = ("batch", "seq", "act_mlp")
+
+    def layer(x, weights):
+        (up,) = kernels.projections(
+            x, [weights["up"]], names=STREAM, outputs=[output], joined=joined
+        )
+        down = sl.shard(jnp.tensordot(jnp.tanh(up), weights["down"], (-1, -1)), *STREAM)
+        return x + jnp.sin(down), None
+
+    def loss(weights, x):
+        return jax.lax.scan(layer, x, weights)[0].astype("float32").sum()
+
+    def place(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(mesh, P(*spec)))
+
+    weights = {
+        "up": place((layers, hidden, features), None, "model"),
+        "down": place((layers, features, hidden), None, None, "model"),
+    }
+    x = place((rows, length, features), None, "model")
+    with sl.use(sl.rules.vocabulary | sl.rules.tensor_sequence, mesh):
+        text = compile_for(mesh, jax.jit(jax.grad(loss)).lower(weights, x)).as_text()
+    assert f"[{layers},{rows},{length // 8},{features}]" in text
+    assert f"[{layers},{rows},{length},{features}]" not in text
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_projections_gather_once_forward_and_scatter_once_backward(target):
     mesh = mesh_on(target, "model=8")
     x, weights = make("bfloat16", rows=2, length=1024, features=256, heads=8, key_heads=8)

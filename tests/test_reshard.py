@@ -18,7 +18,7 @@ from machines import devices_of
 from shardlib.compiled._collectives import collectives
 from shardlib.layouts._reshard import reshard
 from shardlib.layouts._route import plan
-from shardlib.layouts._rules import as_tuple
+from shardlib.layouts._specs import as_tuple
 
 SIZES = {"x": 2, "y": 4}
 

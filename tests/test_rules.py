@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import check_spec, keep_axes, spec_axes
+from shardlib.layouts._specs import check_spec, keep_axes, spec_axes
 
 MESH = {"data": 2, "model": 4}
 

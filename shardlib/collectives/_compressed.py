@@ -24,7 +24,7 @@ from jax import lax
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.collectives._codecs import Codec, Encoded
-from shardlib.layouts._rules import Axes, as_tuple
+from shardlib.layouts._specs import Axes, as_tuple
 
 
 class Errors(NamedTuple):

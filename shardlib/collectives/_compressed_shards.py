@@ -19,7 +19,7 @@ from jax import lax
 from shardlib.checks import _arguments as check
 from shardlib.collectives._codecs import Codec
 from shardlib.collectives._compressed import check_codec, check_dim, manual_axes
-from shardlib.layouts._rules import Axes
+from shardlib.layouts._specs import Axes
 
 
 def all_gather(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:

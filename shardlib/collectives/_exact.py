@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter, sum_whole
-from shardlib.layouts._rules import as_tuple, axes_within, axes_without
+from shardlib.layouts._specs import as_tuple, axes_within, axes_without
 
 _TILE = 16 * 128  # elements of a tile of a TPU, for dtypes of 16 bits; two tiles for 32 bits
 

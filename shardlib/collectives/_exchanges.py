@@ -16,7 +16,7 @@ from shardlib.checks import _arguments as check
 from shardlib.collectives._codecs import Codec, Integers, Signs
 from shardlib.collectives._compressed import pmean
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, averaged_axes
-from shardlib.layouts._rules import as_tuple
+from shardlib.layouts._specs import as_tuple
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class Collective:
     axes: tuple[str, ...] | None
     group_size: int  # devices in a group; of a permute, in its longest chain
     times: int = 1  # runs per execution of the program, as far as the loops around it are known
-    # False inside a loop that runs an unknown number of times, counted as once.
+    # False inside a loop that runs an unknown number of times, counted as once; or as zero times
+    # if it takes an uneven load of experts to run it at all.
     times_known: bool = True
     conditional: bool = False  # inside a branch of a conditional, counted as if taken
     op_name: str = ""  # JAX's name stack
@@ -178,7 +179,9 @@ def _summary_line(collective: Collective, size: int) -> str:
     line = f"{collective.kind} over {over}: {{}} x {human_bytes(size)}"
     if collective.conditional:
         line += " in a branch"
-    if not collective.times_known:
+    if not collective.times:
+        line += " in a round that an even load does not take"
+    elif not collective.times_known:
         line += " in a loop of unknown length"
     return line
 

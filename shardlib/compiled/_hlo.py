@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from shardlib.checks import _arguments as check
+from shardlib.compiled._kernel_products import call_multiplies
 from shardlib.compiled._source_lines import stack_lines
 
 
@@ -105,14 +106,17 @@ class Scope:
 class Run:
     """How often an instruction runs in one execution of the program.
 
-    `times` counts the loops around it whose length is `known`; an unknown one counts as once. Under
-    a `conditional` it is counted as if its branch were taken.
+    `times` counts the loops around it whose length is `known`; an unknown one counts as once, or as
+    never if named `IF_UNEVEN`. Under a `conditional` it is counted as if its branch were taken.
     """
 
     times: int = 1
     known: bool = True
     conditional: bool = False
 
+
+# The scope of a loop that does not run where loads are even, which is what plans are made for.
+IF_UNEVEN = "if_uneven"
 
 # No type has a space before a word and a parenthesis, so the first such word is the opcode.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
@@ -180,8 +184,8 @@ class Program:
             return run
         count = self.trip_count(scope, made)
         if count is None:
-            # Counted as once, and marked.
-            return replace(run, known=False)
+            rare = IF_UNEVEN in self.origin(scope, made)[0].split("/")
+            return replace(run, times=0 if rare else run.times, known=False)
         return replace(run, times=run.times * count)
 
     def calls(self, scope: Scope, made: Instruction) -> list[str]:
@@ -203,12 +207,13 @@ class Program:
     def multiplies(self, scope: Scope, made: Instruction) -> bool:
         """Whether an instruction, or anything that it runs, is a product of matrices.
 
-        Such products take long enough that a collective can hide behind one.
+        Such products take long enough that a collective can hide behind one. A kernel is one if
+        there are products in its body, and a conditional if there are some in any branch.
         """
         if made.opcode in ("dot", "convolution"):
             return True
-        # NVIDIA's libraries multiply in custom calls.
-        if made.get(r'custom_call_target="(__cu(?:blas|dnn))'):
+        is_call = made.opcode.removesuffix("-start") == "custom-call"
+        if is_call and call_multiplies(made.attributes):
             return True
         for name in self.calls(scope, made):
             inner = self.called(scope, made, name)

@@ -7,20 +7,21 @@
 `Einsum` is GShard's: a mask of groups x tokens x experts x places, and two products with it.
 `Scatter` sorts the choices and moves rows: no mask, so its memory does not grow with experts times
 places beyond the tokens' own. Both give an expert its first choices before its second ones, and in
-each rank the earlier tokens first; what finds no place is dropped.
+each rank the earlier tokens first; what finds no place is dropped. Tokens that experts chose have
+their places already, see `dispatch_taken`.
 
 Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token, C places of an
 expert, M width; P = K S, the choices of a group by rank, then by token; J = E C, all places of a
 group.
 """
 
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.experts._routing import Choices
+from shardlib.experts._routing import Choices, Taken
+from shardlib.experts._row_moves import collect, gather_rows, spread
 
 Form: TypeAlias = Literal["scatter", "einsum"]
 FORMS = get_args(Form)
@@ -61,19 +62,66 @@ class Scatter(NamedTuple):
     def to_experts(self, x_GSM: jax.Array) -> jax.Array:
         """The token in each place (G, E, C, M), or zeros where a place is empty."""
         tokens, experts, places = self.shape
-        spread: Any = _spread(x_GSM, self.place_GP, self.source_GJ, tokens)
-        return spread.reshape(x_GSM.shape[0], experts, places, x_GSM.shape[-1])
+        x_GJM: Any = spread(x_GSM, self.place_GP, self.source_GJ, tokens)
+        return x_GJM.reshape(x_GSM.shape[0], experts, places, x_GSM.shape[-1])
 
     def from_experts(self, y_GECM: jax.Array) -> jax.Array:
         """For each token the weighted sum of its experts' outputs, (G, S, M)."""
         y_GJM = y_GECM.reshape(y_GECM.shape[0], -1, y_GECM.shape[-1])
-        weight_GJ = _gather_rows(self.weight_GP, self.source_GJ)
-        return _collect(
+        weight_GJ = gather_rows(self.weight_GP, self.source_GJ)
+        return collect(
             y_GJM * weight_GJ[..., None].astype(y_GJM.dtype),
             self.place_GP,
             self.source_GJ,
             self.shape[0],
         )
+
+
+class Gather(NamedTuple):
+    """Dispatch of tokens that experts chose: each place has a token's number.
+
+    A token has any number of places. So outputs are added to their tokens, which is a scatter.
+    """
+
+    token_GJ: jax.Array  # S where a place is empty
+    weight_GJ: jax.Array
+    shape: tuple[int, int, int]  # tokens, experts, places
+
+    def to_experts(self, x_GSM: jax.Array) -> jax.Array:
+        """The token in each place (G, E, C, M), or zeros where a place is empty."""
+        _, experts, places = self.shape
+        x_GJM = gather_rows(x_GSM, self.token_GJ)
+        return x_GJM.reshape(x_GSM.shape[0], experts, places, x_GSM.shape[-1])
+
+    def from_experts(self, y_GECM: jax.Array) -> jax.Array:
+        """For each token the weighted sum of its experts' outputs, (G, S, M)."""
+        y_GJM = y_GECM.reshape(y_GECM.shape[0], -1, y_GECM.shape[-1])
+        y_GJM = y_GJM * self.weight_GJ[..., None].astype(y_GJM.dtype)
+
+        def add(token_J: jax.Array, y_JM: jax.Array) -> jax.Array:
+            # Empty places have a number beyond the end, and are dropped.
+            sums = jnp.zeros((self.shape[0], y_JM.shape[-1]), y_JM.dtype)
+            return sums.at[token_J].add(y_JM, mode="drop")
+
+        return jax.vmap(add)(self.token_GJ, y_GJM)
+
+
+Dispatch: TypeAlias = Einsum | Scatter | Gather
+"""Places of tokens, in one of the forms."""
+
+
+def dispatch_taken(taken: Taken, tokens: int, form: Form) -> Einsum | Gather:
+    """The places of experts that chose their tokens, (G, E, C), of groups of so many tokens."""
+    groups, experts, places = taken.token.shape
+    if form == "einsum":
+        one_hot_GECS = jax.nn.one_hot(taken.token, tokens) * taken.wanted[..., None]
+        dispatched = jnp.moveaxis(one_hot_GECS, -1, 1)
+        combined = jnp.moveaxis(one_hot_GECS * taken.weight[..., None], -1, 1)
+        return Einsum(dispatched, combined, dispatched.sum(-1) > 0)
+    token_GEC = jnp.where(taken.wanted, taken.token, tokens)
+    flat = (groups, experts * places)
+    shape = (tokens, experts, places)
+    return Gather(token_GEC.reshape(flat), taken.weight.reshape(flat), shape)
 
 
 def dispatch(choices: Choices, experts: int, places: int, form: Form) -> Einsum | Scatter:
@@ -86,7 +134,7 @@ def dispatch(choices: Choices, experts: int, places: int, form: Form) -> Einsum 
     _, tokens, ranks = choices.expert.shape
     # By rank, then by token: a first choice never yields to a second.
     expert_GP, weight_GP, wanted_GP = (
-        part.swapaxes(1, 2).reshape(-1, ranks * tokens) for part in choices
+        part.swapaxes(1, 2).reshape(-1, ranks * tokens) for part in choices[:3]
     )
     # What is not wanted goes to one expert more than there are, and takes nobody's place.
     expert_GP = jnp.where(wanted_GP, expert_GP, experts)
@@ -152,44 +200,3 @@ def _inverse(place_P: jax.Array, count: int) -> jax.Array:
     """
     empty = jnp.full(count, place_P.size, jnp.int32)
     return empty.at[place_P].set(jnp.arange(place_P.size, dtype=jnp.int32), mode="drop")
-
-
-def _gather_rows(x_GN: jax.Array, index_GJ: jax.Array) -> jax.Array:
-    """`x[g, index[g, j]]` for all g and j, zero where the index is beyond the end."""
-    return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x_GN, index_GJ)
-
-
-# `_spread` and `_collect` are each other's transpose, and each is a gather. Their gradients are
-# defined as each other, since JAX would transpose a gather to a scatter, which is slower.
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _spread(x_GSM: jax.Array, place_GP: jax.Array, source_GJ: jax.Array, tokens: int) -> jax.Array:
-    """The token that has each place, (G, J, M), or zeros where a place is empty.
-
-    A choice's index modulo the tokens is its token, as choices are ordered by rank first.
-    """
-    return _gather_rows(x_GSM, jnp.where(source_GJ < place_GP.shape[1], source_GJ % tokens, tokens))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _collect(y_GJM: jax.Array, place_GP: jax.Array, source_GJ: jax.Array, tokens: int) -> jax.Array:
-    """The sum of what is in each token's places, (G, S, M)."""
-    rows_GPM = _gather_rows(y_GJM, place_GP)
-    return rows_GPM.reshape(rows_GPM.shape[0], -1, tokens, rows_GPM.shape[-1]).sum(1)
-
-
-def _define_transpose(function: Any, transpose: Any) -> None:
-    """Define the gradient of `_spread` or `_collect` as the other one; indices have none."""
-
-    def forward(x: jax.Array, place_GP: jax.Array, source_GJ: jax.Array, tokens: int) -> tuple:
-        return function(x, place_GP, source_GJ, tokens), (place_GP, source_GJ)
-
-    def backward(tokens: int, indices: tuple, gradient: jax.Array) -> tuple:
-        return transpose(gradient, *indices, tokens), None, None
-
-    function.defvjp(forward, backward)
-
-
-_define_transpose(_spread, _collect)
-_define_transpose(_collect, _spread)

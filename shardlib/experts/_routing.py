@@ -1,8 +1,8 @@
 """Routers: to which experts each token goes, and with what weight.
 
-Each router is the rule of its paper, computed in float32. A router sees one token at a time. What
-concerns a group of tokens, how many an expert takes and how evenly they fall, is in `_dispatch`;
-what concerns devices, in `_moe`.
+Each router is the rule of its paper, computed in float32. A router sees the tokens of a group, and
+what it says is by token: where these find places is in `_dispatch`, and what concerns devices in
+`_moe`. What a router is shown is made in `_choose`.
 
 Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token.
 """
@@ -14,9 +14,39 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from shardlib.checks import _arguments as check
+from shardlib.experts._selection import Groups, check_groups, largest
+
+
+class Seen(NamedTuple):
+    """What a router may look at, for tokens of any leading dims (...) and E experts.
+
+    What nobody gave, or what only training has, is None.
+
+    - `logits`: (..., E), the product of tokens and gate, in float32.
+    - `uniform`: (...), while training a number in [0, 1) for each token.
+    - `normal`: (..., E), while training standard normal numbers, for routers that read them.
+    - `noise_logits`: (..., E), the product of tokens and `noise_gate`.
+    - `bias`: (E,), what is added to scores before experts are chosen.
+    - `real`: (...), false for padding.
+    - `ids`: (...), whole numbers, such as the ids of tokens.
+    """
+
+    logits: jax.Array
+    uniform: jax.Array | None = None
+    normal: jax.Array | None = None
+    noise_logits: jax.Array | None = None
+    bias: jax.Array | None = None
+    real: jax.Array | None = None
+    ids: jax.Array | None = None
+
+    @property
+    def counts(self) -> jax.Array:
+        """(...): one for a token, zero for padding, in float32."""
+        if self.real is None:
+            return jnp.ones(self.logits.shape[:-1], jnp.float32)
+        return self.real.astype(jnp.float32)
 
 
 class Choices(NamedTuple):
@@ -25,17 +55,33 @@ class Choices(NamedTuple):
     That is its experts, first choice first, and what their outputs are multiplied by.
 
     A choice that is not `wanted` takes no place in its expert and adds nothing to the output.
+    `probability` is how likely each expert is to the router, adding up to one; statistics and
+    losses of uneven load are made of it. Without one it is the softmax of the logits.
     """
 
     expert: jax.Array  # (..., K), whole numbers
     weight: jax.Array  # (..., K), float32
     wanted: jax.Array  # (..., K), true or false
+    probability: jax.Array | None = None  # (..., E), float32
+
+
+class Taken(NamedTuple):
+    """What a router by which experts choose has for each place of an expert in a group.
+
+    Places that are not `wanted` stay empty.
+    """
+
+    token: jax.Array  # (..., E, C), the numbers of tokens in their group
+    weight: jax.Array  # (..., E, C), float32
+    wanted: jax.Array  # (..., E, C), true or false
 
 
 class Router(Protocol):
     """A rule for routing; implementations are frozen dataclasses.
 
-    A subclass of your own needs nothing but these.
+    A subclass of your own needs nothing but these. One that looks at more than logits and `uniform`
+    says so in `reads`, a tuple of names of fields of `Seen`: what nobody reads is not drawn, and is
+    refused where it is given. One by which experts choose has `take(seen, places) -> Taken` too.
     """
 
     @property
@@ -53,21 +99,59 @@ class Router(Protocol):
         """By how much, at most, what the gate sees is multiplied up or down while training."""
         ...
 
-    def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
-        """The choices of tokens, from their logits (..., E).
+    def choose(self, seen: Seen) -> Choices:
+        """The choices of tokens, from what may be seen of them."""
+        ...
 
-        While training, `drawn` is a number in [0, 1) for each token, for rules with an element of
-        chance; elsewhere it is None.
+    def balance(self, seen: Seen, choices: Choices) -> jax.Array:
+        """The loss of each group that is loaded unevenly, for tokens (groups, tokens).
+
+        `shares` gives what most of these losses are made of.
         """
         ...
 
-    def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
-        """The loss of a group that is loaded unevenly, from three shares by expert, (..., E).
 
-        `first`: of the tokens whose first choice it is; `every`: of all choices; `probability`: the
-        mean of its softmax.
-        """
-        ...
+class Shares(NamedTuple):
+    """How a group of tokens falls upon the experts, (..., E) each, as shares of its tokens.
+
+    - `first`: of the tokens whose first choice it is.
+    - `every`: of all choices.
+    - `probability`: the mean probability.
+    """
+
+    first: jax.Array
+    every: jax.Array
+    probability: jax.Array
+
+
+def shares(seen: Seen, choices: Choices) -> Shares:
+    """What a loss of uneven load is made of, for tokens (..., tokens); padding counts for nothing.
+
+    >>> logits = jnp.log(jnp.array([[0.75, 0.25], [0.5, 0.5]]))
+    >>> seen = Seen(logits)
+    >>> [share.tolist() for share in shares(seen, TopK(1).choose(seen))]
+    [[1.0, 0.0], [1.0, 0.0], [0.625, 0.375]]
+    """
+    check.kind("shares", "seen", seen, Seen, "what a router is shown, a `Seen`")
+    check.kind("shares", "choices", choices, Choices, "what a router chose, `Choices`")
+    count, ranks = seen.logits.shape[-1], choices.expert.shape[-1]
+    each = seen.counts
+    # A group of nothing but padding has no shares.
+    share = 1 / jnp.maximum(each.sum(-1), 1)[..., None]
+    probability = probability_of(seen, choices)
+    chosen = jax.nn.one_hot(choices.expert, count) * each[..., None, None]
+    return Shares(
+        chosen[..., 0, :].sum(-2) * share,
+        chosen.sum((-3, -2)) * share / ranks,
+        (probability * each[..., None]).sum(-2) * share,
+    )
+
+
+def probability_of(seen: Seen, choices: Choices | None) -> jax.Array:
+    """How likely each expert is to a router, (..., E): what it says, or else the softmax."""
+    if choices is None or choices.probability is None:
+        return jax.nn.softmax(seen.logits)
+    return choices.probability
 
 
 @dataclass(frozen=True)
@@ -79,8 +163,8 @@ class Top2:
     In training a token goes to its second expert if twice the expert's weight exceeds a number
     drawn from [0, 1), so that one of little weight seldom takes a place. Elsewhere it always goes.
 
-    >>> [round(float(w), 3) for w in Top2().choose(jnp.log(jnp.array([0.1, 0.6, 0.3])),
-    ...     None).weight]
+    >>> [round(float(w), 3) for w in Top2().choose(Seen(jnp.log(jnp.array([0.1, 0.6,
+    ...     0.3])))).weight]
     [0.667, 0.333]
     """
 
@@ -88,31 +172,32 @@ class Top2:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_router(self)
 
     @property
     def choices(self) -> int:
         """A token has two experts."""
         return 2
 
-    def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
+    def choose(self, seen: Seen) -> Choices:
         """The two likeliest experts, of which the second is wanted by chance while training.
 
         The chance is twice its share of the two, as in GShard: with half of it, it is always
         wanted.
         """
-        gates, expert = _largest(jax.nn.softmax(logits), 2)
+        gates, expert = largest(jax.nn.softmax(seen.logits), 2)
         weight = gates / (gates.sum(-1, keepdims=True) + _TINY)
         wanted = jnp.ones(weight.shape, bool)
-        if drawn is not None:
-            wanted = wanted.at[..., 1].set(2 * weight[..., 1] > drawn)
+        if seen.uniform is not None:
+            wanted = wanted.at[..., 1].set(2 * weight[..., 1] > seen.uniform)
         return Choices(expert, weight, wanted)
 
-    def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
+    def balance(self, seen: Seen, choices: Choices) -> jax.Array:
         """GShard's auxiliary loss: the mean over experts of first choices times probability.
 
         It is 1 / E² if both are even.
         """
+        first, _, probability = shares(seen, choices)
         return (first * probability).mean(-1)
 
 
@@ -123,8 +208,8 @@ class Switch:
     While training, what the gate sees is multiplied by a number drawn from [1 - jitter, 1 +
     jitter].
 
-    >>> [round(float(w), 3) for w in Switch().choose(jnp.log(jnp.array([0.1, 0.6, 0.3])),
-    ...     None).weight]
+    >>> [round(float(w), 3) for w in Switch().choose(Seen(jnp.log(jnp.array([0.1, 0.6,
+    ...     0.3])))).weight]
     [0.6]
     """
 
@@ -132,23 +217,24 @@ class Switch:
     jitter: float = 0.01
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_router(self)
 
     @property
     def choices(self) -> int:
         """A token has one expert."""
         return 1
 
-    def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
+    def choose(self, seen: Seen) -> Choices:
         """The likeliest expert, with its probability among all."""
-        weight, expert = _largest(jax.nn.softmax(logits), 1)
+        weight, expert = largest(jax.nn.softmax(seen.logits), 1)
         return Choices(expert, weight, jnp.ones(weight.shape, bool))
 
-    def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
+    def balance(self, seen: Seen, choices: Choices) -> jax.Array:
         """Switch's loss: E times the sum over experts of first choices times probability.
 
         It is 1 if both are even.
         """
+        first, _, probability = shares(seen, choices)
         return first.shape[-1] * (first * probability).sum(-1)
 
 
@@ -156,10 +242,11 @@ class Switch:
 class TopK:
     """The softmax over the likeliest `choices` experts, as in Mixtral.
 
-    With `renormalize=False` it is their softmax among all experts.
+    With `renormalize=False` it is their softmax among all experts. Experts may be in `groups`, of
+    which a token takes the `groups_taken` with the likeliest experts, as in DeepSeek-V2.
 
-    >>> [round(float(w), 3) for w in TopK(2).choose(jnp.log(jnp.array([0.1, 0.6, 0.3])),
-    ...     None).weight]
+    >>> [round(float(w), 3) for w in TopK(2).choose(Seen(jnp.log(jnp.array([0.1, 0.6,
+    ...     0.3])))).weight]
     [0.667, 0.333]
     """
 
@@ -167,28 +254,34 @@ class TopK:
     capacity: float | None = None
     jitter: float = 0.0
     renormalize: bool = True
+    groups: int = 1
+    groups_taken: int = 1
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_router(self)
         check.boolean("TopK", "renormalize", self.renormalize)
+        check_groups(self)
 
-    def choose(self, logits: jax.Array, drawn: jax.Array | None) -> Choices:
+    def choose(self, seen: Seen) -> Choices:
         """The likeliest experts, with a softmax over them or their shares of that over all.
 
         The former add up to one for each token, the latter to less, by what the other experts have.
         """
+        # Of a group of experts the likeliest counts; a softmax keeps the order of logits.
+        logits = Groups(self.groups, self.groups_taken, 1).within(seen.logits, self.choices, self)
         if self.renormalize:
-            largest, expert = _largest(logits, self.choices)
-            weight = jax.nn.softmax(largest)
+            chosen, expert = largest(logits, self.choices)
+            weight = jax.nn.softmax(chosen)
         else:
-            weight, expert = _largest(jax.nn.softmax(logits), self.choices)
+            weight, expert = largest(logits, self.choices, of=jax.nn.softmax(seen.logits))
         return Choices(expert, weight, jnp.ones(weight.shape, bool))
 
-    def balance(self, first: jax.Array, every: jax.Array, probability: jax.Array) -> jax.Array:
+    def balance(self, seen: Seen, choices: Choices) -> jax.Array:
         """Switch's loss with every choice counted: E times the sum of choices times probability.
 
         It is 1 if both are even.
         """
+        _, every, probability = shares(seen, choices)
         return every.shape[-1] * (every * probability).sum(-1)
 
 
@@ -202,16 +295,21 @@ def places(router: Router, tokens: int, experts: int) -> int:
     ...     experts=8), places(TopK(2), 64, 8)
     (16, 10, 64)
     """
-    if router.choices > experts:
-        raise ValueError(
-            f"{router} sends each token to {router.choices} experts, and there are {experts}: "
-            "choose fewer, or have more experts."
-        )
+    check_choices(router, experts)
     if router.capacity is None:
         return tokens
     # By fractions: 1.1 * 100 / 10 is more than 11 in floats, and would be rounded up to 12.
     share = router.choices * tokens * Fraction(str(router.capacity)) / experts
     return min(tokens, math.ceil(share))
+
+
+def check_choices(router: Router, experts: int) -> None:
+    """Refuse a router that sends a token to more experts than there are."""
+    if router.choices > experts:
+        raise ValueError(
+            f"{router} sends each token to {router.choices} experts, and there are {experts}: "
+            "choose fewer, or have more experts."
+        )
 
 
 def z_loss(logits: jax.Array) -> jax.Array:
@@ -225,34 +323,14 @@ def z_loss(logits: jax.Array) -> jax.Array:
 _TINY = 1e-9  # keeps a quotient finite where both probabilities vanish
 
 
-def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest numbers along the last dim and their indices, the first of equals first.
-
-    This is `lax.top_k` without its sort: to sort thousands for a few of them takes a TPU's compiler
-    longer than the whole remainder of the layer. Each turn finds one number and excludes it.
-    """
-    iota = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    values, indices = [], []
-    # Numbers of -inf must stay above those that are excluded.
-    remaining = jnp.maximum(lax.stop_gradient(x), jnp.finfo(x.dtype).min)
-    for _ in range(count):
-        index = remaining.argmax(-1, keepdims=True)
-        is_largest = iota == index
-        # A masked sum, whose gradient is a mask; a gather's would be a scatter.
-        values.append(jnp.where(is_largest, x, 0).sum(-1))
-        indices.append(index[..., 0])
-        remaining = jnp.where(is_largest, -jnp.inf, remaining)
-    return jnp.stack(values, -1), jnp.stack(indices, -1)
-
-
-def _check(router: Router) -> None:
+def check_router(router: Router) -> None:
     """Refuse a router's numbers that make no sense, and keep the checked ones."""
     kind = type(router).__name__
     check.whole(kind, "choices", router.choices, "a number of experts", least=1)
     takes = "how many times its even share an expert takes, at most (none would drop every token)"
     capacity = check.number(kind, "capacity", router.capacity, takes, above=0, optional=True)
-    check.assign(
-        router,
-        capacity=capacity,
-        jitter=check.number(kind, "jitter", router.jitter, "a share", least=0, below=1),
-    )
+    check.assign(router, capacity=capacity)
+    # Some routers have no jitter to be chosen.
+    if "jitter" in vars(router):
+        jitter = check.number(kind, "jitter", router.jitter, "a share", least=0, below=1)
+        check.assign(router, jitter=jitter)

@@ -18,14 +18,8 @@ from jax.sharding import PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import constrain, current_mesh, current_scope
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import (
-    EXPERTS,
-    AxisRules,
-    as_tuple,
-    axes_within,
-    axes_without,
-    parts_over,
-)
+from shardlib.layouts._rules import EXPERTS, AxisRules
+from shardlib.layouts._specs import as_tuple, axes_within, axes_without, parts_over
 from shardlib.modeling._batch import manual_over_all
 
 
@@ -41,10 +35,10 @@ def local_experts(count: int) -> int:
     8
     """
     check.whole("local_experts", "count", count, "a number of experts", least=1)
-    return count // _expert_axes(count).parts
+    return count // expert_axes(count).parts
 
 
-class _ExpertAxes(NamedTuple):
+class ExpertAxes(NamedTuple):
     """The axes of the mesh that the experts are split over.
 
     Either kind is empty: the layer sends tokens over axes of one kind.
@@ -54,24 +48,28 @@ class _ExpertAxes(NamedTuple):
     automatic: tuple[str, ...]  # and the partitioner over these
     parts: int  # of the experts, over the manual axes
 
+    def all_manual(self) -> "ExpertAxes":
+        """The same axes, where those that are automatic have become manual."""
+        return ExpertAxes((*self.manual, *self.automatic), (), self.parts)
 
-def _expert_axes(count: int) -> _ExpertAxes:
+
+def expert_axes(count: int, *, mixed: bool = False) -> ExpertAxes:
     """The axes that `count` experts are split over, by the rules in scope; none where there are no
     rules.
 
-    All of them are manual or all are automatic.
+    All of them are manual or all are automatic, unless they may be `mixed`.
     """
     scope, mesh = current_scope(), current_mesh()
     if scope is None or scope.rules is None or mesh.empty:
-        return _ExpertAxes((), (), 1)
+        return ExpertAxes((), (), 1)
     what = f"the experts, of which a gate, whole everywhere, tells {count}"
     spec = resolve(scope.rules, mesh.shape, (EXPERTS,), (count,), what=what).spec
     axes = tuple(axis for axis in as_tuple(spec[0]) if mesh.shape[axis] > 1)
     manual = axes_within(axes, mesh.manual_axes)
-    if manual:
+    if manual and not mixed:
         _check_one_kind(axes, manual)
     automatic = axes_without(axes, manual)
-    return _ExpertAxes(manual, automatic, parts_over(mesh.shape, manual))
+    return ExpertAxes(manual, automatic, parts_over(mesh.shape, manual))
 
 
 class TokenExchange(NamedTuple):
@@ -81,7 +79,7 @@ class TokenExchange(NamedTuple):
     that the partitioner turns into one.
     """
 
-    experts: _ExpertAxes
+    experts: ExpertAxes
     batch: tuple[str, ...]  # the axes of the batch that are automatic
     width: Any  # the entry of a spec for the tokens' width
     rows: int  # parts of the batch, over its automatic axes
@@ -141,7 +139,7 @@ class TokenExchange(NamedTuple):
         return manual_over_all(send, spec)(x)
 
 
-_ON_ONE_DEVICE = TokenExchange(_ExpertAxes((), (), 1), (), None, 1, False)
+_ON_ONE_DEVICE = TokenExchange(ExpertAxes((), (), 1), (), None, 1, False)
 """Without rules or a mesh: all experts are on the device at hand, and nothing is exchanged."""
 
 
@@ -175,7 +173,7 @@ def exchange_of(count: int, names: tuple[str | None, ...], x: jax.Array) -> Toke
         what="the width",
         manual=frozenset(mesh.manual_axes),
     )
-    experts = _expert_axes(count)
+    experts = expert_axes(count)
     batch = axes_without(rules.batch_axes, mesh.manual_axes)
     rows = parts_over(mesh.shape, batch)
     return TokenExchange(experts, batch, width.spec[0], rows, True)

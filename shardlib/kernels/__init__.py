@@ -15,6 +15,8 @@ from shardlib.kernels._attention._patterns import longformer_blocks as longforme
 from shardlib.kernels._choice import Explained as Explained
 from shardlib.kernels._choice import Explanation as Explanation
 from shardlib.kernels._choice import explain as explain
+from shardlib.kernels._grouped_matmul import Groups as Groups
+from shardlib.kernels._grouped_matmul import grouped_matmul as grouped_matmul
 from shardlib.kernels._linear_cross_entropy import LossOptions as LossOptions
 from shardlib.kernels._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from shardlib.kernels._norm import layer_norm as layer_norm

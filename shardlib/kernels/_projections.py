@@ -42,7 +42,7 @@ from shardlib.kernels._shards import (
     varying_alike,
 )
 from shardlib.layouts._annotate import shard
-from shardlib.layouts._rules import as_tuple
+from shardlib.layouts._specs import as_tuple
 from shardlib.tracing._jaxpr import keeps_arguments
 
 OP = "projections"
@@ -98,8 +98,6 @@ def projections(
         raise ValueError(f"`{OP}` takes `names` and `outputs` together, or neither.")
     if names is not None and outputs is not None:
         _check_outputs(names, outputs, x, kernels)
-    if joined is False:
-        return _separate(x, kernels, names, outputs)
     try:
         layouts = _layouts(x, kernels, names, outputs)
     except ValueError:
@@ -107,9 +105,11 @@ def projections(
         if joined:
             raise
         return _separate(x, kernels, names, outputs)
-    if joined or _spares_more(layouts):
+    if joined is None:
+        joined = _spares_more(layouts)
+    if joined:
         return _joined(x, kernels, layouts)
-    return _separate(x, kernels, names, outputs)
+    return _separate(x, kernels, names, outputs, gathered=layouts.gathered)
 
 
 def _checked_kernels(kernels: Any, x: jax.Array) -> list[jax.Array]:
@@ -179,6 +179,11 @@ class _Layouts:
         """The axes that split a dim of `x` and not that of the products."""
         kept = self.products[0].automatic_axes(dim)
         return self.x.automatic_axes(dim)[len(kept) :]
+
+    @property
+    def gathered(self) -> bool:
+        """Whether parts of `x` are gathered for the products."""
+        return any(self.gathered_axes(dim) for dim in range(self.lead))
 
 
 def _layouts(
@@ -274,17 +279,30 @@ def _joined(x: jax.Array, kernels: list[jax.Array], layouts: _Layouts) -> tuple[
 
 
 def _separate(
-    x: jax.Array, kernels: list[jax.Array], names: Names | None, outputs: Sequence[Names] | None
+    x: jax.Array,
+    kernels: list[jax.Array],
+    names: Names | None,
+    outputs: Sequence[Names] | None,
+    *,
+    gathered: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """The products one by one, laid out by the partitioner."""
-    if names is not None and outputs is not None:
-        # Both are said, lest the partitioner carry the second layout over to what made `x`.
-        x = shard(x, *names)
-        x = shard(x, *outputs[0][: x.ndim - 1], names[-1])
-    products = []
-    for number, kernel in enumerate(kernels):
-        product = jnp.tensordot(x, kernel, (-1, -1))
-        if outputs is not None:
-            product = shard(product, *outputs[number])
-        products.append(product)
-    return tuple(products)
+    """The products one by one, laid out by the partitioner, for which `x` may be gathered."""
+
+    def body(x: jax.Array, *kernels: jax.Array) -> tuple[jax.Array, ...]:
+        if names is not None and outputs is not None:
+            # Both are said, lest the partitioner carry the second layout over to what made `x`.
+            x = shard(x, *names)
+            x = shard(x, *outputs[0][: x.ndim - 1], names[-1])
+        products = []
+        for number, kernel in enumerate(kernels):
+            product = jnp.tensordot(x, kernel, (-1, -1))
+            if outputs is not None:
+                product = shard(product, *outputs[number])
+            products.append(product)
+        return tuple(products)
+
+    if gathered and device_here().platform == "gpu":
+        # As in joined products, the backward pass gathers again. XLA's compilers for TPUs keep what
+        # was gathered or gather again, as they see fit; those for GPUs would always keep it.
+        body = jax.checkpoint(body, prevent_cse=False, policy=keeps_arguments)
+    return body(x, *kernels)

@@ -24,7 +24,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import constrain, current_scope, mesh_of_shards, warn
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import AxisRules, as_tuple, axes_within, axes_without, parts_over
+from shardlib.layouts._rules import AxisRules
+from shardlib.layouts._specs import as_tuple, axes_within, axes_without, parts_over
 
 Names: TypeAlias = Sequence[str | None]
 

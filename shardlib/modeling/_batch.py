@@ -18,7 +18,7 @@ from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._annotate import current_mesh, current_scope, mesh_of_shards
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import axes_within
+from shardlib.layouts._specs import axes_within
 
 
 @jax.tree_util.register_dataclass

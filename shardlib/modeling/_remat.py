@@ -25,7 +25,7 @@ from shardlib.layouts._remat_policy import (
     kept_by_blocks,
 )
 from shardlib.layouts._resolve import resolve
-from shardlib.layouts._rules import as_tuple, axes_without, parts_over
+from shardlib.layouts._specs import as_tuple, axes_without, parts_over
 from shardlib.tracing._compressed_saves import named
 from shardlib.tracing._layer_uses import MARK
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardlib.checks import _arguments as check
-from shardlib.layouts._rules import LAYERS, AxisRules, as_tuple
+from shardlib.layouts._rules import LAYERS, AxisRules
+from shardlib.layouts._specs import as_tuple
 from shardlib.pipeline._program import table_of
 from shardlib.pipeline.schedules._table import Table
 

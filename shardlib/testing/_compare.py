@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import unsharded
-from shardlib.layouts._rules import LAYERS, AxisRules, as_tuple, spec_axes
+from shardlib.layouts._rules import LAYERS, AxisRules
+from shardlib.layouts._specs import as_tuple, spec_axes
 from shardlib.machine._mesh import format_mesh, make_mesh, parse_axes
 from shardlib.modeling._flax import building, take_apart
 from shardlib.step._strategy import Strategy

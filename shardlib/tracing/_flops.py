@@ -21,6 +21,7 @@ from typing import Any
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
+from shardlib.compiled._hlo import IF_UNEVEN
 from shardlib.layouts._checkpoint_policies import CUDNN_ATTENTION
 from shardlib.tracing._jaxpr import held_functions, open_jaxpr
 
@@ -155,8 +156,11 @@ def _walk_scan(equation: Any, place: _Place, count: _Count) -> None:
 def _walk_while(equation: Any, place: _Place, count: _Count) -> None:
     """Add a loop whose length is not known, which counts as one round.
 
-    If it has products, it is noted as unknown, so that nobody takes the count for all there is.
+    If it has products, it is noted as unknown, so that nobody takes the count for all there is. One
+    that does not run where loads are even counts for nothing.
     """
+    if IF_UNEVEN in str(equation.source_info.name_stack).split("/"):
+        return
     inner = _Count()
     _walk_held(equation, place.inside(equation), inner)
     if inner.total:

@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardlib.layouts._rules import parts_over, spec_axes
+from shardlib.layouts._specs import parts_over, spec_axes
 from shardlib.tracing._jaxpr import relocated, shapes_of
 from shardlib.tracing._row_gradients import wide
 

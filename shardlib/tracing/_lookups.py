@@ -30,7 +30,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from shardlib.layouts._rules import as_tuple, axes_without, spec_axes
+from shardlib.layouts._specs import as_tuple, axes_without, spec_axes
 from shardlib.tracing._jaxpr import evaluate, is_function, open_jaxpr, scan_parts
 from shardlib.tracing._lookup_forms import (
     FREE,

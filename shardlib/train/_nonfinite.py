@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib._tree import named_leaves
-from shardlib.layouts._rules import axes_without, parts_over
+from shardlib.layouts._specs import axes_without, parts_over
 from shardlib.machine._agreement import gather_texts
 from shardlib.step._strategy import Strategy
 

@@ -18,7 +18,6 @@ backward is the reference's, whose products XLA makes well.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from shardlib.kernels._choice import Task, device_here
+from shardlib.kernels._choice import Task
 from shardlib.kernels._linear_cross_entropy import _reference
 from shardlib.kernels._linear_cross_entropy._reference import (
     Loss,
@@ -41,9 +40,16 @@ from shardlib.kernels._linear_cross_entropy._reference import (
     rescaling,
     row_gradients,
 )
+from shardlib.kernels._linear_cross_entropy._tpu_blocks import (
+    SLOTS,
+    SOME,
+    Blocks,
+    backward_blocks,
+    first_fitting,
+    forward_blocks,
+)
 from shardlib.kernels._rows import merged
 from shardlib.kernels._tpu import (
-    LANES,
     MIB,
     cores,
     interpreted,
@@ -52,25 +58,6 @@ from shardlib.kernels._tpu import (
     supported,
     vmem_bytes,
 )
-
-LOGIT = 16  # bytes of fast memory for each logit of a block, and for what is computed of it
-SOME = 512  # columns of a gradient that are made at a time
-# Rows of the kernel in a block of backward. For each block the gradient to `x` is read and written
-# once, and below 512 rows that takes longer than the products; the reference's products, which are
-# XLA's, are no slower then.
-PARTS = range(512, 2049, 128)
-SLOTS = 3  # buffers for the gradient to `x`: one is read, one is added to, one is written
-
-
-class Blocks(NamedTuple):
-    """How many rows of `x` and of the kernel a block has, and the fast memory that it takes.
-
-    Candidates come in order of preference, and the first that fits is taken.
-    """
-
-    rows: int
-    vocab: int
-    used: int  # bytes
 
 
 def refuses(task: Task) -> str | None:
@@ -86,7 +73,7 @@ def refuses(task: Task) -> str | None:
     # Kernels see the rows of `x` in one dim.
     flat = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
     room = vmem_bytes(task.device.kind)
-    least = min(blocks.used for blocks in _forward_blocks(flat, kernel))
+    least = min(blocks.used for blocks in forward_blocks(flat, kernel))
     if least <= room:
         return None
     return (
@@ -129,7 +116,7 @@ def _sums(
         vocab_offset: the token of the kernel's first row.
     """
     (rows, width), vocab = x.shape, kernel.shape[0]
-    blocks = _first_fitting(_forward_blocks(x, kernel))
+    blocks = first_fitting(forward_blocks(x, kernel))
     assert blocks is not None, "see `refuses`"
     per_row = pl.BlockSpec((1, blocks.rows), lambda i, j: (0, i))
     results = pl.pallas_call(
@@ -228,7 +215,7 @@ def backward(
     Where fast memory holds too little of the vocabulary at a time, they are the reference's.
     Arguments are those of the reference; `simulated` runs the kernel in Pallas's interpreter.
     """
-    blocks = _first_fitting(_backward_blocks(x, kernel))
+    blocks = first_fitting(backward_blocks(x, kernel))
     if blocks is None:
         return _reference.backward(x, kernel, targets, vocab_offset, log_z, gradient, loss=loss)
     gradient, log_z_gradient = row_gradients(targets, log_z, gradient, loss)
@@ -488,68 +475,3 @@ def _zero_from(x: jax.Array, size: jax.Array, ragged: int) -> jax.Array:
     if not ragged:
         return x
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 0) < size, x, jnp.zeros_like(x))
-
-
-def _forward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
-    """Sizes of blocks for forward, the best first.
-
-    The kernel is read once for every block of rows: the more rows the better.
-    """
-    (rows, width), vocab = x.shape, kernel.shape[0]
-    x_gradient, kernel_gradient, cast = _row_bytes(x, kernel, width)
-    for most_rows in (2048, 1024, 512, 256, 128):
-        for most_vocab in (512, 256, 128):
-            r, v = min(most_rows, rows), min(most_vocab, vocab)
-            # Blocks are there twice, so that one is on its way while the other is used.
-            yield Blocks(
-                r, v, 2 * r * x_gradient + v * (2 * kernel_gradient + cast) + r * v * LOGIT
-            )
-
-
-def _backward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
-    """Sizes of blocks for backward, the best first.
-
-    `x` is read, and its gradient read and written, once for every block of the vocabulary: the
-    larger those the better. All cores should have as many.
-    """
-    (rows, width), vocab = x.shape, kernel.shape[0]
-    x_gradient, kernel_gradient, cast = _row_bytes(x, kernel, width)
-    float32_row = 4 * _padded_to_lanes(width)
-    total = float32_row if kernel.dtype != jnp.float32 else 0
-
-    def by_preference(part: int) -> tuple[bool, int]:
-        # Parts that the cores divide evenly come first, and then the larger ones.
-        return math.ceil(vocab / part) % cores() != 0, -part
-
-    for most_vocab in sorted(PARTS, key=by_preference):
-        for most_rows in (256, 128):
-            r, v = min(most_rows, rows), min(most_vocab, vocab)
-            blocks = r * (2 * x_gradient + SLOTS * float32_row) + v * (
-                4 * kernel_gradient + cast + total
-            )
-            products = (r + v) * SOME * 4
-            yield Blocks(r, v, blocks + r * v * LOGIT + products)
-
-
-def _first_fitting(candidates: Iterator[Blocks]) -> Blocks | None:
-    """The first, hence best, sizes of blocks that a core has room for; None if there are none."""
-    room = vmem_bytes(device_here().kind)
-    for blocks in candidates:
-        if blocks.used <= room:
-            return blocks
-    return None
-
-
-def _row_bytes(x: Any, kernel: Any, width: int) -> tuple[int, int, int]:
-    """The bytes in fast memory of a row of `x`, of one of the kernel, and of its cast to `x`'s.
-
-    The last is zero where both have the same dtype.
-    """
-    numbers = _padded_to_lanes(width)
-    x_gradient = numbers * jnp.dtype(x.dtype).itemsize
-    kernel_gradient = numbers * jnp.dtype(kernel.dtype).itemsize
-    return x_gradient, kernel_gradient, x_gradient if x.dtype != kernel.dtype else 0
-
-
-def _padded_to_lanes(width: int) -> int:
-    return math.ceil(width / LANES) * LANES

@@ -1,0 +1,124 @@
+"""DeepSeek's multi-head latent attention (MLA): keys and values of all heads are made of one small
+array, and queries of another.
+
+    x ---> query latent -norm-> queries of all heads, a part of each turned by its position
+      |--> key-value latent -norm-> keys of all heads without positions, and values
+      '--> one key, turned by its position, which all heads have in common
+
+Each head's key is the one made for it, followed by the common one; a score is divided by the root
+of both sizes together. Pairs that positions turn are those of `sl.kernels.rotate`, numbers `i` and
+`i + size / 2`; DeepSeek's own weights have them side by side, `2 i` and `2 i + 1`, which is the
+same model with its rows in another order. Frequencies are not changed for longer contexts (YaRN).
+
+Latents are made where the residual stream is split, and gathered for the heads: of DeepSeek-V3's
+7,168 numbers of a token these are 2,112. Under tensor parallelism heads are split, and what comes
+before them is made on every device, or, with `sl.rules.tensor_sequence`, for a part of the tokens.
+
+Shape suffixes beside those of `models/layers.py`:
+
+    R  rank of a latent (query_rank, kv_rank)      P  numbers that positions turn (rotary_dim)
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import shardlib as sl
+from models.gpt_config import GPTConfig
+from models.layers import (
+    HEADS,
+    RESIDUAL,
+    Attention,
+    Norm,
+    Projection,
+    Rotation,
+    lay_out,
+    named,
+    project,
+    returning_std,
+)
+
+# A latent, as the residual stream is split, and as attention takes it: whole on every device.
+LATENT = ("batch", "residual_seq", None)
+WHOLE_LATENT = ("batch", "seq", None)
+# These take values of the size of keys alone.
+PADDED = ("xla", "cudnn")
+
+
+class MultiHeadLatentAttention(Attention):
+    """Attention whose queries, keys and values are made of latents."""
+
+    kv_names = HEADS  # each head has keys and values of its own
+
+    def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
+        # Not that of `Attention`, which makes other parameters.
+        if config.latent is None:
+            raise ValueError("`MultiHeadLatentAttention`: the configuration has no `latent`.")
+        self.causal = causal
+        self.implementation = config.attention
+        self.key_dim = config.latent.key_dim
+        self.value_dim = config.latent.value_dim
+        self.query_latent = Projection(("embed",), ("query_rank",), config, rngs=rngs)
+        self.query_norm = Norm(config, "query_rank", LATENT, rngs=rngs)
+        self.query = Projection(("query_rank",), ("heads", "head_dim"), config, rngs=rngs)
+        self.kv_latent = Projection(("embed",), ("kv_rank",), config, rngs=rngs)
+        self.kv_norm = Norm(config, "kv_rank", LATENT, rngs=rngs)
+        self.key = Projection(("kv_rank",), ("heads", "key_dim"), config, rngs=rngs)
+        self.value = Projection(("kv_rank",), ("heads", "value_dim"), config, rngs=rngs)
+        self.rotary_key = Projection(("embed",), ("rotary_dim",), config, rngs=rngs)
+        self.output = Projection(
+            ("heads", "value_dim"), ("embed",), config, std=returning_std(config), rngs=rngs
+        )
+
+    def projected(
+        self,
+        x_BSD: jax.Array,
+        rotation: Rotation | None = None,
+        memory_BTD: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, with their positions. There is no memory to attend to."""
+        if memory_BTD is not None or rotation is None:
+            raise ValueError(
+                "Latent attention is of a sequence to itself, with rotary positions: cross-"
+                "attention takes a configuration without `latent`."
+            )
+        down = self.query_latent, self.kv_latent, self.rotary_key
+        latents = project(x_BSD, RESIDUAL, *((projection, LATENT) for projection in down))
+        query_BSR, kv_BSR, key_BSP = latents
+        query_BSR = named(query_BSR, "query_latent", LATENT)
+        kv_BSR = named(kv_BSR, "kv_latent", LATENT)
+        key_BSP = named(key_BSP, "rotary_key", LATENT)
+        (q_BSHK,) = project(self.query_norm(query_BSR), LATENT, (self.query, HEADS))
+        both = (self.key, HEADS), (self.value, HEADS)
+        k_BSHK, v_BSHK = project(self.kv_norm(kv_BSR), LATENT, *both)
+        # The one key that all heads have in common.
+        key_BS1P = lay_out(key_BSP, LATENT, WHOLE_LATENT)[:, :, None]
+        key_BS1P = sl.kernels.rotate(key_BS1P, *rotation)
+        key_BSHP = jnp.broadcast_to(key_BS1P, (*k_BSHK.shape[:3], key_BS1P.shape[-1]))
+        plain_BSHK, turned_BSHP = jnp.split(q_BSHK, [self.key_dim], axis=-1)
+        turned_BSHP = sl.kernels.rotate(turned_BSHP, *rotation)
+        q_BSHK = lay_out(jnp.concatenate([plain_BSHK, turned_BSHP], -1), HEADS)
+        k_BSHK = lay_out(jnp.concatenate([k_BSHK, lay_out(key_BSHP, HEADS)], -1), HEADS)
+        return q_BSHK, k_BSHK, v_BSHK
+
+    def attend(
+        self,
+        q_BSHK: jax.Array,
+        k_BTGK: jax.Array,
+        v_BTGK: jax.Array,
+        segments: object,
+        *,
+        arranged: bool = False,
+    ) -> jax.Array:
+        """What each query takes from the values, which are smaller than keys."""
+        more = k_BTGK.shape[-1] - self.value_dim
+        if self.implementation in PADDED and more > 0:
+            v_BTGK = jnp.pad(v_BTGK, ((0, 0), (0, 0), (0, 0), (0, more)))
+        y_BSHK = super().attend(q_BSHK, k_BTGK, v_BTGK, segments, arranged=arranged)
+        return y_BSHK[..., : self.value_dim]
+
+
+def attention(config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> Attention:
+    """The attention of a block to its own sequence, as the configuration says."""
+    kind = Attention if config.latent is None else MultiHeadLatentAttention
+    return kind(config, causal=causal, rngs=rngs)

@@ -1,0 +1,315 @@
+"""Rows of tokens to the devices of their experts and back, as many as there are.
+
+    choices of a device's tokens    sorted by expert, and so by the device that has it
+      |  sent, in rounds of a fixed number of rows
+    rows of a device's experts      sorted by expert, and for each by the device they come from
+
+Every device knows how many rows each has for each expert, and so where each row goes. Buffers have
+a fixed size, a little more than an even load takes; what does not fit goes in a further round.
+
+    ragged   rows are sent to where they belong, in one collective that moves no others. A round
+             ends where the fullest device is full.
+    dense    all devices send each other equally many rows, of which some may be empty, and what
+             arrived is sorted. A round ends where the fullest pair of devices is full.
+
+Shape suffixes: T tokens of a device, K choices of a token, P = K T, the choices by rank, then by
+token; D devices, E experts, L experts of a device, J rows that a device sends in a round, R rows
+that it gets, M width.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.experts._row_moves import collect_weighed, spread
+
+Sending: TypeAlias = Literal["ragged", "dense"]
+SENDING = get_args(Sending)
+# Rows of a buffer are a multiple of the largest of these that leaves it within its limit: tiles of
+# a kernel are whole.
+_MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)
+
+
+class Plan(NamedTuple):
+    """Where the choices of a device's tokens are in the order of experts, and what others have."""
+
+    expert_P: jax.Array  # the count of experts where a choice is not wanted
+    order_P: jax.Array  # the choices in the order of their experts
+    place_P: jax.Array  # where each choice is in that order
+    counts_DE: jax.Array  # how many rows each device has for each expert
+
+
+class Round(NamedTuple):
+    """Where rows are in one round.
+
+    - `place_P`: for each choice the row in which it is sent; the count of rows where it is not.
+    - `source_J`: for each row that is sent its choice; the count of choices where it is empty.
+    - `sizes_L`: how many rows this device gets for each of its experts.
+    - `moves`: what the collective is told, both ways.
+    """
+
+    place_P: jax.Array
+    source_J: jax.Array
+    sizes_L: jax.Array
+    moves: Any
+
+
+class Sorted(NamedTuple):
+    """The order of rows that arrived, by expert, and back."""
+
+    order_R: jax.Array
+    place_R: jax.Array
+
+
+class Way(NamedTuple):
+    """What `ragged_all_to_all` is told to send rows one way.
+
+    - `slices`: where slices begin, how many rows they have, where these are put on the device that
+      gets them, and how many rows arrive in each.
+    - `arrives`: for each row that may arrive, whether one does.
+    """
+
+    slices: tuple[jax.Array, ...]
+    arrives: jax.Array
+
+
+class Ways(NamedTuple):
+    """Rows to the experts, and back to the tokens."""
+
+    to_experts: Way
+    to_tokens: Way
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """How the choices of a device's tokens are sent to the devices of the experts.
+
+    - `axes`: the manual axes that the experts are split over.
+    - `devices`: how many devices that are.
+    - `experts`: how many experts there are on all of them.
+    - `tokens`, `choices`: how many tokens a device has, and how many choices of a token.
+    - `form`: of the collective.
+    - `buffer`: how many times the rows of an even load a device has room for.
+    """
+
+    axes: tuple[str, ...]
+    devices: int
+    experts: int
+    tokens: int
+    choices: int
+    form: Sending
+    buffer: float
+
+    @property
+    def local_experts(self) -> int:
+        """How many experts a device has."""
+        return self.experts // self.devices
+
+    @property
+    def rows(self) -> int:
+        """How many rows a device gets in a round at most."""
+        total = self.tokens * self.choices
+        if self.devices == 1:
+            return total
+        if self.form == "ragged":
+            return _room(total, self.buffer)
+        return self.devices * _room(-(-total // self.devices), self.buffer)
+
+    def plan(self, expert_TK: jax.Array, wanted_TK: jax.Array) -> Plan:
+        """Sort the choices of this device's tokens, and tell all devices how many there are."""
+        expert_P = jnp.where(wanted_TK, expert_TK, self.experts).T.reshape(-1)
+        order_P = _order(expert_P, self.experts)
+        place_P = _inverse(order_P)
+        # Where each expert begins among the sorted choices, and where the last one ends.
+        begins = jnp.searchsorted(expert_P[order_P], jnp.arange(self.experts + 1))
+        counts_DE = jnp.diff(begins).astype(jnp.int32)[None]
+        if self.axes:
+            counts_DE = lax.all_gather(counts_DE, self.axes, tiled=True)
+        return Plan(expert_P, order_P, place_P, counts_DE)
+
+    def rounds(self, plan: Plan) -> jax.Array:
+        """How many rounds it takes until every row is sent."""
+        if self.devices == 1:
+            return jnp.int32(1)
+        of_pairs_DD = plan.counts_DE.reshape(self.devices, self.devices, -1).sum(2)
+        if self.form == "ragged":
+            most, room = of_pairs_DD.sum(0).max(), self.rows
+        else:
+            most, room = of_pairs_DD.max(), self.rows // self.devices
+        return jnp.maximum(-(-most // room), 1)
+
+    def round(self, plan: Plan, number: Any) -> Round:
+        """Where rows are in the round of this number."""
+        if self.devices == 1:
+            return Round(plan.place_P, plan.order_P, plan.counts_DE[0], None)
+        if self.form == "ragged":
+            return self._ragged_round(plan, number)
+        return self._dense_round(plan, number)
+
+    def to_experts(self, x_TM: jax.Array, where: Round) -> jax.Array:
+        """The rows of this device's experts (R, M), sent from the devices of the tokens."""
+        x_GJM: Any = spread(x_TM[None], where.place_P[None], where.source_J[None], self.tokens)
+        x_JM = x_GJM[0]
+        if self.devices == 1:
+            return x_JM
+        if self.form == "ragged":
+            sent: Any = _send_slices(self.axes, x_JM, *where.moves)
+            return sent
+        return _reordered(self._all_to_all(x_JM), where.moves)
+
+    def to_tokens(self, y_RM: jax.Array, weight_TK: jax.Array, where: Round) -> jax.Array:
+        """The weighted sum of the rows of each token (T, M), sent back from the experts."""
+        y_JM: Any = y_RM
+        if self.devices > 1 and self.form == "ragged":
+            y_JM = _send_slices(self.axes, y_RM, *where.moves[::-1])
+        elif self.devices > 1:
+            back = Sorted(where.moves.place_R, where.moves.order_R)
+            y_JM = self._all_to_all(_reordered(y_RM, back))
+        weight_P = weight_TK.T.reshape(-1)
+        y_TM: Any = collect_weighed(y_JM, weight_P, where.place_P, where.source_J, self.tokens)
+        return y_TM
+
+    def _all_to_all(self, x_JM: jax.Array) -> jax.Array:
+        """Equally many rows from each device to each."""
+        return lax.all_to_all(x_JM, self.axes, 0, 0, tiled=True)
+
+    def _dense_round(self, plan: Plan, number: Any) -> Round:
+        """The rows of a pair of devices from `number` times its room on, as many as fit."""
+        count = plan.order_P.shape[0]
+        room = self.rows // self.devices
+        first = number * room
+        me = lax.axis_index(self.axes)
+        counts_DDL = plan.counts_DE.reshape(self.devices, self.devices, -1)
+        to_D = counts_DDL[me].sum(1)
+        begins_D = jnp.cumsum(to_D) - to_D
+        # For each row that is sent, the how-manieth it is of those for its device.
+        within_J = first + jnp.tile(jnp.arange(room), self.devices)
+        device_J = jnp.repeat(jnp.arange(self.devices), room)
+        sorted_J = begins_D[device_J] + within_J
+        is_row_J = within_J < to_D[device_J]
+        source_J = jnp.where(is_row_J, plan.order_P[jnp.minimum(sorted_J, count - 1)], count)
+        # The same from the choices' side.
+        device_P = jnp.minimum(plan.expert_P // self.local_experts, self.devices - 1)
+        within_P = plan.place_P - begins_D[device_P] - first
+        is_sent_P = (plan.expert_P < self.experts) & (within_P >= 0) & (within_P < room)
+        place_P = jnp.where(is_sent_P, device_P * room + within_P, self.rows)
+        # What arrives, device by device, is sorted by expert.
+        ends_DL = jnp.cumsum(counts_DDL[:, me], 1)
+        arrived_J = first + jnp.arange(room)
+        expert_R = (arrived_J[:, None] >= ends_DL[:, None]).sum(-1).reshape(-1)
+        order_R = _order(expert_R, self.local_experts)
+        sizes_L = (expert_R[:, None] == jnp.arange(self.local_experts)).sum(0)
+        moves = Sorted(order_R, _inverse(order_R))
+        return Round(place_P, source_J, sizes_L.astype(jnp.int32), moves)
+
+    def _ragged_round(self, plan: Plan, number: Any) -> Round:
+        """The rows of a device from `number` times its room on, as many as fit.
+
+        Rows of a device are counted expert by expert, and those of one expert in the order of the
+        devices that they come from.
+        """
+        me, room = lax.axis_index(self.axes), self.rows
+        first = number * room
+        counts_DE = plan.counts_DE
+        # Of each device's rows for each expert: where they begin among all of the device that gets
+        # them, and among all of the device that sends them.
+        totals_DL = counts_DE.sum(0).reshape(self.devices, -1)
+        before_E = (jnp.cumsum(totals_DL, 1) - totals_DL).reshape(-1)
+        arrive_DE = before_E + jnp.cumsum(counts_DE, 0) - counts_DE
+        leave_DE = jnp.cumsum(counts_DE, 1) - counts_DE
+        # Those of this round are a stretch of them.
+        skipped_DE = jnp.clip(first - arrive_DE, 0, counts_DE)
+        sent_DE = jnp.clip(first + room - arrive_DE, 0, counts_DE) - skipped_DE
+        leave_DE = leave_DE + skipped_DE
+        # An offset of no rows may lie beyond the end, where a backend may not look.
+        arrive_DE = jnp.clip(arrive_DE + skipped_DE - first, 0, room)
+
+        def mine(x_DE: jax.Array) -> jax.Array:
+            own = x_DE.reshape(self.devices, self.devices, -1)[:, me]
+            return own.reshape(-1)
+
+        sizes_L = mine(sent_DE).reshape(self.devices, -1).sum(0)
+        to_experts = leave_DE[me], sent_DE[me], arrive_DE[me], mine(sent_DE)
+        to_tokens = mine(arrive_DE), mine(sent_DE), mine(leave_DE), sent_DE[me]
+        ways = Ways(
+            Way(to_experts, jnp.arange(room) < sizes_L.sum()),
+            Way(to_tokens, _within(plan, leave_DE[me], sent_DE[me])),
+        )
+        return Round(plan.place_P, plan.order_P, sizes_L, ways)
+
+
+def _within(plan: Plan, first_E: jax.Array, count_E: jax.Array) -> jax.Array:
+    """Which sorted choices are among so many of each expert's, from the first one on."""
+    expert_P = plan.expert_P[plan.order_P]
+    number_P = jnp.arange(expert_P.size)
+    # Choices that are not wanted are of one expert more than there are.
+    none = jnp.zeros(1, count_E.dtype)
+    first_P = jnp.concatenate([first_E, none])[expert_P]
+    count_P = jnp.concatenate([count_E, none])[expert_P]
+    return (number_P >= first_P) & (number_P < first_P + count_P)
+
+
+def _room(even: int, buffer: float) -> int:
+    """The rows of a buffer: no less than an even load, and within so many times that."""
+    most = int(even * buffer)
+    for multiple in _MULTIPLES:
+        rows = most // multiple * multiple
+        if rows >= even:
+            return rows
+    return even
+
+
+def _order(expert_P: jax.Array, most: int) -> jax.Array:
+    """The order that sorts numbers of experts up to the highest, equal ones as they come."""
+    count = expert_P.size
+    if (most + 1) * count >= 2**31:
+        return jnp.argsort(expert_P, stable=True).astype(jnp.int32)
+    # One array is sorted in less time than an array and the order of its numbers, and a TPU's
+    # compiler makes a shorter program of it.
+    number_P = jnp.arange(count, dtype=jnp.int32)
+    return jnp.sort(expert_P.astype(jnp.int32) * count + number_P) % count
+
+
+def _inverse(order_P: jax.Array) -> jax.Array:
+    """Where each number is in an order of all of them."""
+    numbers = jnp.arange(order_P.size, dtype=jnp.int32)
+    return jnp.zeros_like(order_P).at[order_P].set(numbers, unique_indices=True)
+
+
+def _reordered(x_RM: jax.Array, order: Sorted) -> jax.Array:
+    """The rows in another order of all of them; the gradient is a gather, too."""
+    moved: Any = spread(x_RM[None], order.place_R[None], order.order_R[None], x_RM.shape[0])
+    return moved[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _send_slices(axes: tuple[str, ...], x_JM: jax.Array, there: Way, back: Way) -> jax.Array:
+    """Slices of rows to other devices; zeros where none arrive.
+
+    Args:
+        axes: of the devices.
+        x_JM: the rows.
+        there: which go where.
+        back: the same of the other direction, for the gradient.
+    """
+    del back
+    # To fill the buffer with zeros takes longer than to leave out what did not arrive.
+    buffer = lax.empty((there.arrives.size, x_JM.shape[1]), x_JM.dtype)
+    received = lax.ragged_all_to_all(x_JM, buffer, *there.slices, axis_name=axes)
+    return jnp.where(there.arrives[:, None], received, jnp.zeros_like(received))
+
+
+def _send_forward(axes: Any, x_JM: Any, there: Way, back: Way) -> tuple[Any, Any]:
+    return _send_slices(axes, x_JM, there, back), (there, back)
+
+
+def _send_backward(axes: Any, saved: Any, gradient: Any) -> tuple[Any, None, None]:
+    there, back = saved
+    return _send_slices(axes, gradient, back, there), None, None
+
+
+_send_slices.defvjp(_send_forward, _send_backward)
