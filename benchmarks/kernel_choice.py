@@ -62,7 +62,7 @@ IMPLEMENTATIONS = {
     "rms_norm": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "softmax": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
     "linear_cross_entropy": {"tpu": ("reference", "tpu"), "gpu": ("reference", "gpu")},
-    "grouped_matmul": {"tpu": ("reference", "tpu"), "gpu": ("reference",)},
+    "grouped_matmul": {"tpu": ("reference", "ragged_dot", "tpu"), "gpu": ("reference",)},
 }
 # How many products a kernel takes, by what its name begins with; others take none. Of attention
 # they are of queries with keys, or of these shares with values, and backward their transposes.

@@ -7,7 +7,9 @@ import pytest
 from machines import compile_for, mesh_on
 
 import shardlib as sl
+from shardlib.compiled._flops import compiled_flops
 from shardlib.kernels import Groups, explain, grouped_matmul
+from shardlib.kernels._grouped_matmul._tiles import rows_of_tile, tiles_of
 
 P = jax.P
 SIZES = (10, 0, 130, 60)
@@ -39,7 +41,7 @@ def gradients_by_hand(x, w, sizes, gradient):
     return of_x, of_w
 
 
-@pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
+@pytest.mark.parametrize("implementation", ["reference", "ragged_dot", "tpu_simulated"])
 @pytest.mark.parametrize(
     ("rows", "sizes"), [(256, SIZES), (256, (0, 256, 0, 0)), (130, (5, 6, 7, 0)), (128, (0,) * 4)]
 )
@@ -59,7 +61,7 @@ def test_each_row_is_multiplied_with_the_matrix_of_its_group(implementation, row
         np.testing.assert_allclose(one, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
+@pytest.mark.parametrize("implementation", ["reference", "ragged_dot", "tpu_simulated"])
 def test_products_in_bfloat16_are_rounded_once(implementation):
     x, w = drawn(128, 64, dtype="bfloat16"), drawn(2, 64, 32, seed=1, dtype="bfloat16")
     y = grouped_matmul(x, w, jnp.array([100, 20]), implementation=implementation)
@@ -146,6 +148,43 @@ def test_products_take_what_their_rows_take():
     analysis = analysis[0] if isinstance(analysis, list) else analysis
     flops = 3 * 2 * rows * features * columns
     assert analysis["flops"] <= 1.05 * flops
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("count", [1, 8])
+def test_products_on_gpus_take_what_their_rows_take(count):
+    """In a loop over tiles, of which a group's last one is half empty on average."""
+    mesh = mesh_on("h200:1x1x1", "data=1")
+    rows, features, columns = 8192, 256, 512
+
+    def both(x, w, sizes, gradient):
+        y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, names=NAMES), x, w)
+        return y, back(gradient)
+
+    def shape(*dims, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, P()))
+
+    arrays = shape(rows, features), shape(count, features, columns)
+    with sl.use(sl.rules.data, mesh):
+        lowered = jax.jit(both).lower(*arrays, shape(count, dtype="int32"), shape(rows, columns))
+    flops = 3 * 2 * rows * features * columns
+    assert flops <= compiled_flops(compile_for(mesh, lowered)) <= (1.125 if count > 1 else 1) * flops
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 100, 1024, 5000])
+@pytest.mark.parametrize("groups", [1, 3, 8])
+def test_every_row_of_a_group_is_in_one_tile(rows, groups):
+    random = np.random.default_rng(rows)
+    for _ in range(20):
+        edges = np.sort(random.integers(0, rows + 1, groups + 1))
+        sizes = np.diff(edges)
+        tiles = tiles_of(jnp.array(sizes), rows)
+        found = []
+        for group, first, last in zip(*map(np.asarray, tiles), strict=True):
+            assert last - first <= rows_of_tile(rows, groups)
+            found += [(group, row) for row in range(first, last)]
+        expected = np.repeat(np.arange(groups), sizes)
+        assert found == [(group, row) for row, group in enumerate(expected)]
 
 
 @pytest.mark.tpu_compiler

@@ -1,7 +1,7 @@
-"""Grouped products in plain JAX, by `jax.lax.ragged_dot`: the specification of the op.
+"""Grouped products in plain JAX, as a loop over tiles of rows: the specification of the op.
 
-Rows that belong to no group are zeros in the result. They are masked here, since backends differ in
-what they leave there.
+A tile has rows of one group, and is multiplied with the matrix of that group. Backward the loop
+adds up the gradient to one matrix while tiles of its group follow each other.
 """
 
 from typing import Any
@@ -10,40 +10,71 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The gradient to the matrices: rows are what is summed over, group by group.
-_BY_GROUP = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())),
-    lhs_ragged_dimensions=[0],
-    rhs_group_dimensions=[],
-)
+from shardlib.kernels._grouped_matmul._tiles import Tiles, read, tiles_of, window, write
+from shardlib.kernels._shards import as_varying, varying
 
 
 def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The product of each row with the matrix of its group.
+    """The product of each row with the matrix of its group, and zeros for rows of no group.
 
     Args:
         x: (rows, features).
         w: (groups, features, columns).
         sizes: (groups,), how many rows each group has, one group after the other.
     """
-    y = lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
-    return only_grouped(y.astype(x.dtype), sizes)
+    groups, _, columns = w.shape
+    rows = x.shape[0]
+
+    def multiply(y: jax.Array, tile: Tiles) -> tuple[jax.Array, None]:
+        here = window(tile, rows, groups)
+        product = _product(read(x, here), w[tile.group])
+        return write(y, here, product), None
+
+    start = jnp.zeros((rows, columns), x.dtype)
+    y, _ = lax.scan(multiply, _varying_as(start, x, w, sizes), tiles_of(sizes, rows))
+    return y
 
 
 def backward(
     x: jax.Array, w: jax.Array, sizes: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients to the rows and to the matrices."""
-    of_x = lax.ragged_dot(gradient, w.mT, sizes, preferred_element_type=jnp.float32)
-    # Where a sum runs over all rows, those of no group may hold anything on both sides.
-    x, gradient = only_grouped(x, sizes), only_grouped(gradient, sizes)
-    of_w: Any = lax.ragged_dot_general(
-        x, gradient, sizes, _BY_GROUP, preferred_element_type=jnp.float32
+    groups, features, columns = w.shape
+    rows = x.shape[0]
+
+    def multiply(carry: Any, tile: Tiles) -> tuple[Any, None]:
+        of_x, of_w, sum_of_group, last_group = carry
+        here = window(tile, rows, groups)
+        of_y = read(gradient, here)
+        of_x = write(of_x, here, _product(of_y, w[tile.group].T))
+        started = jnp.where(tile.group == last_group, sum_of_group, jnp.zeros_like(sum_of_group))
+        sum_of_group = started + _product(read(x, here).T, of_y)
+        of_w = lax.dynamic_update_index_in_dim(
+            of_w, sum_of_group.astype(w.dtype), tile.group, 0
+        )
+        return (of_x, of_w, sum_of_group, tile.group), None
+
+    start = (
+        jnp.zeros_like(x),
+        jnp.zeros_like(w),
+        jnp.zeros((features, columns), jnp.promote_types(w.dtype, jnp.float32)),
+        jnp.int32(-1),
     )
-    return only_grouped(of_x.astype(x.dtype), sizes), of_w.astype(w.dtype)
+    start = _varying_as(start, x, w, sizes, gradient)
+    (of_x, of_w, _, _), _ = lax.scan(multiply, start, tiles_of(sizes, rows))
+    return of_x, of_w
 
 
-def only_grouped(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The rows that belong to groups, and zeros for those after them."""
-    row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
-    return jnp.where(row < sizes.sum(), x, jnp.zeros_like(x))
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of two matrices, summed in float32 at least."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.matmul(a, b, preferred_element_type=wide)
+
+
+def _varying_as(tree: Any, *arrays: jax.Array) -> Any:
+    """Arrays declared to vary over all axes that any of some others varies over.
+
+    What a loop starts from must vary as what it makes.
+    """
+    axes = frozenset().union(*map(varying, arrays))
+    return jax.tree.map(lambda x: as_varying(x, axes), tree)

@@ -1,0 +1,50 @@
+"""Grouped products by `jax.lax.ragged_dot`.
+
+Compilers for CPUs and GPUs make dense products of it, of all rows with all matrices. Rows that
+belong to no group are zeros in the result. They are masked here, since backends differ in what they
+leave there.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# The gradient to the matrices: rows are what is summed over, group by group.
+_BY_GROUP = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+
+
+def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The product of each row with the matrix of its group.
+
+    Args:
+        x: (rows, features).
+        w: (groups, features, columns).
+        sizes: (groups,), how many rows each group has, one group after the other.
+    """
+    y = lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+    return only_grouped(y.astype(x.dtype), sizes)
+
+
+def backward(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients to the rows and to the matrices."""
+    of_x = lax.ragged_dot(gradient, w.mT, sizes, preferred_element_type=jnp.float32)
+    # Where a sum runs over all rows, those of no group may hold anything on both sides.
+    x, gradient = only_grouped(x, sizes), only_grouped(gradient, sizes)
+    of_w: Any = lax.ragged_dot_general(
+        x, gradient, sizes, _BY_GROUP, preferred_element_type=jnp.float32
+    )
+    return only_grouped(of_x.astype(x.dtype), sizes), of_w.astype(w.dtype)
+
+
+def only_grouped(x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The rows that belong to groups, and zeros for those after them."""
+    row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+    return jnp.where(row < sizes.sum(), x, jnp.zeros_like(x))
