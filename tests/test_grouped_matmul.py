@@ -168,7 +168,9 @@ def test_products_on_gpus_take_what_their_rows_take(count):
     with sl.use(sl.rules.data, mesh):
         lowered = jax.jit(both).lower(*arrays, shape(count, dtype="int32"), shape(rows, columns))
     flops = 3 * 2 * rows * features * columns
-    assert flops <= compiled_flops(compile_for(mesh, lowered)) <= (1.125 if count > 1 else 1) * flops
+    assert (
+        flops <= compiled_flops(compile_for(mesh, lowered)) <= (1.125 if count > 1 else 1) * flops
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 100, 1024, 5000])

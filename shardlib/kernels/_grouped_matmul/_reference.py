@@ -49,9 +49,7 @@ def backward(
         of_x = write(of_x, here, _product(of_y, w[tile.group].T))
         started = jnp.where(tile.group == last_group, sum_of_group, jnp.zeros_like(sum_of_group))
         sum_of_group = started + _product(read(x, here).T, of_y)
-        of_w = lax.dynamic_update_index_in_dim(
-            of_w, sum_of_group.astype(w.dtype), tile.group, 0
-        )
+        of_w = lax.dynamic_update_index_in_dim(of_w, sum_of_group.astype(w.dtype), tile.group, 0)
         return (of_x, of_w, sum_of_group, tile.group), None
 
     start = (
