@@ -10,6 +10,8 @@ import re
 
 import pytest
 
+# Marks whose arguments are ids of parameter sets.
+_MARKS_OF_PARAMETERS = ("long", "sentinel", "representative")
 COMPILERS = {
     "tpu_compiler": ("libtpu", 'pip install -e ".[test]"'),
     "gpu_compiler": ("jax_plugins.xla_cuda13", 'pip install "jax[cuda13]"'),
@@ -81,12 +83,20 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=f"needs {module}: {command}"))
         if _takes_long(item) and not _marked(item, "sentinel"):
             item.add_marker(pytest.mark.slow)
+            if _is_further_case(item):
+                item.add_marker(pytest.mark.exhaustive)
     _refuse_unknown_parameters(config, items)
 
 
 def _takes_long(item):
     compiled = any(item.get_closest_marker(marker) for marker in COMPILERS)
     return compiled or _marked(item, "long")
+
+
+def _is_further_case(item):
+    """Whether a slow test is another case of a claim that is tested by those of a mark's ids."""
+    representative = item.get_closest_marker("representative")
+    return representative is not None and _parameters(item) not in representative.args
 
 
 def _marked(item, name):
@@ -111,7 +121,8 @@ def _refuse_unknown_parameters(config, items):
         known.setdefault(item.function, set()).add(_parameters(item))
     for function, parameters in known.items():
         for mark in getattr(function, "pytestmark", []):
-            unknown = set(mark.args) - parameters if mark.name in ("long", "sentinel") else ()
+            named = set(mark.args) if mark.name in _MARKS_OF_PARAMETERS else set()
+            unknown = named - parameters
             if unknown:
                 raise pytest.UsageError(
                     f"{function.__module__}.{function.__name__} is marked `{mark.name}` for "

@@ -48,6 +48,13 @@ def small_blocks(monkeypatch):
 TAKEN = list(itertools.product(IMPLEMENTATIONS, MASKS))
 
 
+@pytest.mark.representative(
+    "tpu_simulated-starts",
+    "tpu_simulated-blocks of heads",
+    "tpu_simulated-segments",
+    "tpu_simulated-causal window",
+    "tpu_simulated-capped",
+)
 @pytest.mark.long(
     *(f"tpu_simulated-{mask}" for mask in ("everything", "causal", "window", "causal window")),
     *(f"tpu_simulated-{mask}" for mask in ("two segments", "capped", "blocks", "starts")),
@@ -60,6 +67,7 @@ def test_attention_matches_float64_for_every_mask(implementation, mask):
     check(make(256, 256), MASKS[mask], implementation)
 
 
+@pytest.mark.representative("tpu_simulated-blocks of heads", "tpu_simulated-segments")
 @pytest.mark.long
 @pytest.mark.sentinel("reference-causal window")
 @pytest.mark.parametrize(
@@ -84,6 +92,7 @@ def test_attention_in_16_bits_matches_float64(implementation, dtype):
     check(make(256, 256), {"causal": True}, implementation, dtype)
 
 
+@pytest.mark.representative("64")
 @pytest.mark.long
 @pytest.mark.parametrize("size", [64, 80, 256])
 def test_attention_by_tpu_kernels_takes_heads_of_any_size(size):
@@ -125,6 +134,7 @@ def test_attention_takes_traced_start_positions(mask):
     near(finite(traced(37, 20)), finite(known), 1e-6)
 
 
+@pytest.mark.representative("window-starts1")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mask", "starts"),
@@ -153,6 +163,7 @@ def test_attention_by_tpu_kernels_takes_traced_start_positions(mask, starts, mon
     near(found[1], compiled(attend, arrays, reference, COTANGENTS)[1], 6e-6, 1)
 
 
+@pytest.mark.representative("4", "5")
 @pytest.mark.long
 @pytest.mark.parametrize("draw", range(7))
 def test_attention_by_tpu_kernels_over_many_blocks_matches_float64(draw, monkeypatch):
@@ -210,6 +221,7 @@ def test_attention_pattern_bits_tell_which_keys_a_query_sees(data):
         assert (any_seen <= pairs[head, :, block]).all()
 
 
+@pytest.mark.representative("window1")
 @pytest.mark.long
 @pytest.mark.parametrize("window", [(None, 2**31 - 2), (2**31 - 2, 0), (2**30, 2**30)])
 def test_attention_by_tpu_kernels_takes_window_bounds_near_the_int32_limit(window, monkeypatch):
@@ -313,6 +325,17 @@ PLACES = (
 )
 
 
+@pytest.mark.representative(
+    "heads-automatic",
+    "heads-in a checked step",
+    "whole key heads-own, checked",
+    "whole key heads-in a step",
+    "few key heads-automatic",
+    "one key head-own",
+    "positions of queries-in a step",
+    "positions-own, checked",
+    "few key heads-in a step",
+)
 @pytest.mark.long
 @pytest.mark.sentinel(*(f"{layout}-{where}" for layout, where in PLACES[5::2]))
 @pytest.mark.parametrize("where", WHERE)
@@ -321,12 +344,16 @@ def test_attention_on_shards_matches_one_device(layout, where):
     check_on_shards(layout, where, "reference")
 
 
+@pytest.mark.representative("positions-in a step", "few key heads-automatic", "heads-own, checked")
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "where"), PLACES)
 def test_attention_by_tpu_kernels_on_shards_matches_one_device(layout, where):
     check_on_shards(layout, where, "tpu_simulated")
 
 
+@pytest.mark.representative(
+    "few key heads-in a step", "heads-own, checked", "positions of queries-automatic"
+)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "where"), [place for place in PLACES if place[1] != "in a checked step"]
@@ -468,6 +495,12 @@ CASES = {
 ON_TPUS = ("tpu:v4:2x2x1", "tpu:v5e:2x2", "tpu:v5p:2x2x1", "tpu:v6e:2x2")
 
 
+@pytest.mark.representative(
+    "window, capped-tpu:v5p:2x2x1",
+    "segments, sinks-tpu:v4:2x2x1",
+    "blocks-tpu:v6e:2x2",
+    "small heads-tpu:v5e:2x2",
+)
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("case", "target"),
@@ -498,6 +531,7 @@ def test_attention_compiles_for_tpu_without_storing_its_scores(case, target):
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 2
 
 
+@pytest.mark.representative("True-tpu:v4:2x2x1", "False-tpu:v5p:2x2x1")
 @pytest.mark.tpu_compiler
 @pytest.mark.sentinel("False-tpu:v5e:2x2")
 @pytest.mark.parametrize(
@@ -769,6 +803,7 @@ def test_attention_pattern_takes_the_blocks_whose_table_fits(monkeypatch):
     assert chosen(4).outer == 512
 
 
+@pytest.mark.representative("tpu:v4:1x1x1")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("target", ["tpu:v4:1x1x1", "tpu:v6e:1x1"])  # of the least and most room
 def test_attention_pattern_with_the_largest_table_compiles_for_tpu(target):

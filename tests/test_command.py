@@ -253,6 +253,7 @@ def test_plan_command_names_missing_functions_and_files(steps, plan_here):
         assert result.returncode == 2 and message in result.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 def test_plan_command_on_the_gpt_example_agrees_with_the_tpu_compiler():
     result = plan(

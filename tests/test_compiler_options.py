@@ -51,6 +51,7 @@ def hidden_shares(strategy):
     return {kind: hidden[kind] / sent[kind] for kind in sent}
 
 
+@pytest.mark.representative("tpu:v6e:2x4")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("target", ["tpu:v5p:2x2x2", "tpu:v6e:2x4"])
 def test_compiler_options_overlap_collectives_by_sparse_cores(target):

@@ -150,6 +150,36 @@ ALWAYS |= {(form, mask) for form in ("ring", "zigzag", "ulysses, few key heads")
 LONG = [f"{form}-{mask}" for form in FORMS for mask in MASKS if (form, mask) not in ALWAYS]
 
 
+@pytest.mark.representative(
+    "gather-all",
+    "gather-both sides",
+    "ring of three-causal",
+    "ring of three-unordered documents",
+    "ring of two-window",
+    "ring of two-blocks",
+    "ring, data, tensor-both sides",
+    "ring, data, tensor-sinks",
+    "ring, tensor-unordered documents",
+    "ring, tensor-all",
+    "ulysses, tensor-blocks",
+    "ulysses, tensor-causal",
+    "ulysses-sinks",
+    "ulysses-window",
+    "usp, data-all",
+    "usp, data-both sides",
+    "usp-causal",
+    "usp-unordered documents",
+    "zigzag of two axes-window",
+    "zigzag of two axes-blocks",
+    "zigzag of two-both sides",
+    "zigzag of two-sinks",
+    "zigzag, data, tensor-unordered documents",
+    "zigzag, data, tensor-all",
+    "zigzag, usp of four-blocks",
+    "zigzag, usp of four-causal",
+    "zigzag, usp-sinks",
+    "zigzag, usp-window",
+)
 @pytest.mark.long(*LONG)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("form", FORMS)
@@ -300,6 +330,16 @@ def sent_by_theory(form, length, heads, key_heads, width):
     return sent
 
 
+@pytest.mark.representative(
+    "usp-v5e:2x4",
+    "zigzag-v5e:2x4",
+    "ulysses, few key heads-v5e:2x4",
+    "zigzag-cpu",
+    "usp-cpu",
+    "ring-cpu",
+    "zigzag-h200:1x1x8",
+    "usp-h200:1x1x8",
+)
 @pytest.mark.filterwarnings("ignore:The out_shape and scratch_shapes:DeprecationWarning")
 @pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
@@ -387,6 +427,7 @@ def test_a_ring_holds_the_keys_of_two_devices_at_a_time():
     assert "[1,4096,2,64]" not in texts["ring"]
 
 
+@pytest.mark.representative("3-2-data=2,context=2,model=2")
 @pytest.mark.long("1-1-data=2,context=4", "2-2-data=2,context=4", "3-2-data=2,context=2,model=2")
 @pytest.mark.parametrize(
     "mesh", ["data=2,context=4", "data=1,context=4", "data=2,context=2,model=2"]
@@ -417,6 +458,7 @@ def test_zero_splits_over_axes_of_sequences(stage, accumulate, mesh):
         assert moment.sharding.is_equivalent_to(one.sharding, one.ndim)
 
 
+@pytest.mark.representative()
 @pytest.mark.long("ulysses")
 @pytest.mark.parametrize("form", ["ring", "ulysses"])
 def test_experts_split_sequences_by_rules_alone(form):
@@ -429,6 +471,7 @@ def test_experts_split_sequences_by_rules_alone(form):
         np.testing.assert_allclose(found.all_of(name), alone.all_of(name), rtol=5e-6)
 
 
+@pytest.mark.representative()
 @pytest.mark.long("usp-1")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("axes", [("context",), "usp"])
@@ -447,6 +490,7 @@ def test_zero_over_axes_of_sequences_alone(axes, accumulate):
     np.testing.assert_allclose(found.all_of("loss"), alone.all_of("loss"), rtol=2e-5)
 
 
+@pytest.mark.representative()
 @pytest.mark.long("gather")
 @pytest.mark.parametrize("form", ["ulysses", "gather"])
 def test_stages_of_a_pipeline_split_sequences(form):
@@ -736,6 +780,7 @@ def test_experts_with_few_places_refuse_tokens_in_another_order():
         jax.eval_shape(lambda tokens: model(tokens), jnp.zeros((2, 16), int))
 
 
+@pytest.mark.representative("data=2,context=2-rules1", "ring=2,ulysses=2,model=2-rules2")
 @pytest.mark.parametrize(
     "mesh, rules",
     [

@@ -169,6 +169,20 @@ def on_one_device(config, chunk):
         ]
 
 
+@pytest.mark.representative(
+    "gpt2-data-whole",
+    "gpt2-ring-chunks",
+    "gpt2-zigzag-whole",
+    "gpt2-ulysses-chunks",
+    "gpt2-both-chunks",
+    "gpt2-whole key heads-whole",
+    "llama-stages-chunks",
+    "llama-zigzag-chunks",
+    "llama-model-whole",
+    "llama-ring-whole",
+    "llama-sequence-chunks",
+    "llama-data-chunks",
+)
 @pytest.mark.long
 @pytest.mark.sentinel("gpt2-both-whole", "llama-ring-chunks")
 @pytest.mark.parametrize("chunk", [None, 4], ids=["whole", "chunks"])

@@ -245,6 +245,7 @@ MESHES = {
 }
 
 
+@pytest.mark.representative("zero 3", "pipeline", "ring", "automatic", "minimal")
 @pytest.mark.long
 @pytest.mark.sentinel("data and tensor")
 @pytest.mark.parametrize("name", MESHES)

@@ -162,6 +162,7 @@ def test_a_function_of_experts_may_read_other_arrays():
     assert_near((found[0], found[3]), (by_hand[0], by_hand[3]))
 
 
+@pytest.mark.representative("3-full")
 @pytest.mark.parametrize("remat", ["none", "full", "minimal"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.long("0-none", "0-minimal", "3-full")
@@ -269,6 +270,7 @@ def test_buffers_are_within_a_quarter_of_an_even_load(even):
     assert even < 512 or rows % 128 == 0
 
 
+@pytest.mark.representative("none-4")
 @pytest.mark.tpu_compiler
 @pytest.mark.long("full-6")
 @pytest.mark.parametrize(("remat", "times"), [("none", 4), ("full", 6)])

@@ -238,6 +238,7 @@ def test_estimate_refuses_unknown_optimizers():
         sl.estimate(GPT1, examples=1, optimizer="sdg")
 
 
+@pytest.mark.representative("none")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_estimate_is_close_to_the_compiled_program(remat):

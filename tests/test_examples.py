@@ -24,6 +24,7 @@ def shown_by(*command):
     return done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_quickstart_prints_mesh_parameters_falling_loss_and_a_sample(capsys):
     quickstart.main(steps=30)

@@ -351,6 +351,9 @@ def check_mesh(on_one_device, mesh, config, **options):
 PAIRS = [(Top2(), "scatter"), (Switch(), "einsum"), (TopK(2), "scatter")]
 
 
+@pytest.mark.representative(
+    "7-sequence, too", "5-apart, of the batch too", "4-an axis of their own", "2-two experts each"
+)
 @pytest.mark.long
 @pytest.mark.sentinel("6-both axes")
 @pytest.mark.parametrize(("number", "mesh"), list(enumerate(MESHES)))
@@ -364,6 +367,7 @@ def test_experts_on_every_mesh_match_one_device(on_one_device, number, mesh):
     )
 
 
+@pytest.mark.representative("3")
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
 def test_experts_with_zero_match_one_device(on_one_device, stage):
@@ -597,6 +601,7 @@ MACHINES = [
 ]
 
 
+@pytest.mark.representative("scatter-step-v5e:2x4", "scatter-step-h200:1x1x8")
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(
     ("form", "manual"),
@@ -675,6 +680,7 @@ def test_translation_is_unchanged_by_padding():
         assert not np.allclose(plain(other, target)[:, 0], plain(source, target)[:, 0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_translation_on_eight_devices_matches_one_device():
     config = translation.tiny(width=16, heads=2, context=8, vocab=32, hidden=24)
@@ -742,6 +748,7 @@ def test_per_layer_and_expert_optimizer_state_is_sharded_like_experts():
     assert found and all(spec[1] == "data" for spec in found.values()), found
 
 
+@pytest.mark.representative("models.moe-MoE")
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "kind"), [(decoder, "MoE"), (translation, "Translation")])
 def test_moe_models_fused_loss_equals_the_plain_loss(model, kind):

@@ -154,6 +154,7 @@ def test_fit_resumes_a_lost_run_to_the_identical_result(undisturbed, tmp_path, c
     ]
 
 
+@pytest.mark.representative("data=2,model=4")
 @pytest.mark.long
 @pytest.mark.parametrize("other", ["data=8", "data=2,model=4"])
 def test_fit_resumes_on_another_mesh_and_zero_stage(undisturbed, tmp_path, other):

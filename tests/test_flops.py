@@ -82,6 +82,7 @@ def test_flops_are_those_of_the_compiled_program(where, remat):
     assert 8 * compiled_flops(compiled) == pytest.approx(counted(where, remat).total, rel=0.02)
 
 
+@pytest.mark.representative("stage 3-selective", "tensor-full")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("remat", ["selective", "full"])
 @pytest.mark.parametrize("where", ["stage 3", "tensor"])

@@ -231,6 +231,7 @@ def test_advice_where_nothing_helps_says_what_is_still_too_much(monkeypatch):
     assert "remat=" not in "\n".join(total_of("full").advice)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 def test_advice_for_a_tpu_has_inputs_on_the_host_where_they_are_too_much(monkeypatch, tmp_path):
     def named(model, x, rng):

@@ -49,6 +49,16 @@ on_gpu = functools.partial(pytest.param, marks=pytest.mark.gpu)
 pytestmark = pytest.mark.usefixtures("simulators")
 
 
+@pytest.mark.representative(
+    "float32-head-reference",
+    "float16-softmax-gpu_simulated",
+    "bfloat16-head-tpu_simulated",
+    "float32-norm-gpu_simulated",
+    "float32-norm-tpu_simulated",
+    "bfloat16-softmax-reference",
+    "bfloat16-norm-gpu_simulated",
+    "float32-softmax-tpu_simulated",
+)
 @pytest.mark.long(
     *(f"float32-{op}-reference" for op in ("softmax", "norm", "head")),
     "float32-head-tpu_simulated",
@@ -143,6 +153,7 @@ def test_kernels_propagate_nan_and_inf_like_the_reference(op, implementation):
     assert np.isnan(found[1]).all() and np.isfinite(found[0]).all()
 
 
+@pytest.mark.representative("norm-gpu_simulated", "norm-tpu_simulated", "softmax-gpu_simulated")
 @pytest.mark.long(
     "softmax-tpu_simulated",
     "softmax-gpu_simulated",
@@ -254,6 +265,22 @@ def cases(targets, *of):
     ]
 
 
+@pytest.mark.representative(
+    "tpu:v6e:2x2-softmax-1",
+    "tpu:v4:2x2x1-norm-2",
+    "tpu:v5p:2x2x1-softmax-0",
+    "tpu:v5e:2x2-norm-1",
+    "tpu:v6e:2x2-norm-0",
+    "tpu:v4:2x2x1-softmax-2",
+    "gpu:h100:1x1x4-softmax-1",
+    "gpu:h200:1x1x4-norm-0",
+    "gpu:b200:1x1x4-norm-1",
+    "gpu:b200:1x1x4-softmax-2",
+    "gpu:h200:1x1x4-softmax-3",
+    "gpu:h200:1x1x4-norm-5",
+    "gpu:b200:1x1x4-norm-7",
+    "gpu:b200:1x1x4-softmax-4",
+)
 @pytest.mark.parametrize(
     ("target", "op", "case"), cases(TPUS + GPUS, CASES) + cases(GPUS[1:], CASES, OF_GPUS)
 )

@@ -157,6 +157,11 @@ SEVERAL = {
 }
 
 
+@pytest.mark.representative(
+    "gathers-data=2,fsdp=2,model=2",
+    "scatters-data=2,fsdp=2,model=2",
+    "language_model-model=2,fsdp=2,data=2",
+)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("loss", "mesh"),
@@ -168,6 +173,7 @@ def test_lookups_on_three_mesh_axes_equal_one_device(loss, mesh):
     )
 
 
+@pytest.mark.representative("context", "vocab over fsdp", "table over both")
 @pytest.mark.long
 @pytest.mark.sentinel("presets")
 @pytest.mark.parametrize("rules, mesh, options", SEVERAL.values(), ids=SEVERAL)
@@ -229,6 +235,7 @@ TOKENS = {
 }
 
 
+@pytest.mark.representative("stage 3", "pipeline")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "mesh, rules, options",

@@ -114,6 +114,7 @@ def on_host(tree):
 LARGE = {"emb", "up", "down"}
 
 
+@pytest.mark.representative("muon", "by layer", "adafactor", "masked")
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS],
@@ -127,6 +128,7 @@ def test_any_optimizer_moves_state_on_the_host_as_on_the_device(optimizer):
         assert (path in on_host(state.opt_state)) == follows, path
 
 
+@pytest.mark.representative("data=4,model=2-3-2-all", "data=8,model=1-2-1-parameters")
 @pytest.mark.parametrize(
     ("mesh", "zero", "accumulate", "offload"),
     [
@@ -148,6 +150,11 @@ def test_on_every_mesh(mesh, zero, accumulate, offload):
 BY_HOST = sl.Offload(parameters=True, update="host")
 
 
+@pytest.mark.representative(
+    "masked-data=8,model=1-2-1-offload3",
+    "adamw-data=4,model=2-1-1-offload1",
+    "clipped updates-data=8,model=1-3-1-offload2",
+)
 @pytest.mark.parametrize(
     ("optimizer", "mesh", "zero", "accumulate", "offload"),
     [
@@ -389,6 +396,7 @@ def bytes_on_host(state):
     return total
 
 
+@pytest.mark.representative("tpu:v5e:2x2-3-offload3", "tpu:v6e:1x1-0-all")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("target", "zero", "offload"),

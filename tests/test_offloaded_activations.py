@@ -317,6 +317,7 @@ def program(target, remat, zero=0):
     return sl.train_step(loss_fn, strategy).lower(state, rows).compile()
 
 
+@pytest.mark.representative("inputs")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     "target, zero, names",

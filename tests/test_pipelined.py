@@ -113,6 +113,15 @@ def alone():
     return stepped(sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES, accumulate=8))
 
 
+@pytest.mark.representative(
+    "stage=4,data=1,model=2-VHalf",
+    "stage=4,data=1,model=2-OneFOneB",
+    "stage=2,data=2,model=2-ZBV",
+    "stage=2,data=2,model=2-DualPipeV",
+    "stage=2,data=2,model=2-Interleaved",
+    "stage=4,data=1,model=2-ZBH1",
+    "stage=2,data=2,model=2-GPipe",
+)
 @pytest.mark.long
 @pytest.mark.sentinel("stage=2,data=2,model=2-Eager1F1B")
 @pytest.mark.parametrize("schedule", ALL, ids=lambda schedule: schedule.__name__)
@@ -297,6 +306,7 @@ CONFIG = gpt.tiny(layers=2, width=32, heads=4, context=16, vocab=64)
 TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17))}
 
 
+@pytest.mark.representative("ZBH1-changes1-options1", "ZBH1-changes2-options2")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "changes", "options"),
@@ -343,6 +353,7 @@ def make_experts():
     return moe.MoE(config, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.representative("ZBV")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "schedule", [pipeline.Eager1F1B, pipeline.ZBV], ids=lambda schedule: schedule.__name__
@@ -352,6 +363,7 @@ def test_pipelined_experts_over_the_data_axis_equal_one_stage(schedule, experts_
     assert_alike(stepped(strategy, make_experts, moe.loss, TOKENS), experts_alone)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_pipelined_gshard_translation_equals_one_stage():
     random = np.random.default_rng(0)
@@ -394,6 +406,7 @@ def test_pipelined_bf16_error_is_at_most_twice_that_on_one_stage(alone):
     assert 0 < far(stepped(two)) <= 2 * far(stepped(one))
 
 
+@pytest.mark.representative("Interleaved(stages=2, microbatches=4, chunks=2, paired=False)")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "schedule", [pipeline.OneFOneB(2, 4), pipeline.Interleaved(2, 4), pipeline.VHalf(2, 4)], ids=str

@@ -96,6 +96,7 @@ def test_plan_attributes_the_heap_by_kind(on_cpu):
     assert pieces + kinds["fragmentation"] == on_cpu.memory.heap_bytes
 
 
+@pytest.mark.representative("2-full-cpu:8", "1-none-cpu:8", "2-full-gpu:h200:1x1x8")
 @pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("accumulate, remat", [(1, "none"), (2, "full")])
@@ -139,6 +140,18 @@ def test_plan_memory_kinds_add_up_to_the_compilers_total(target, accumulate, rem
         assert CONFIG.layers * stream <= memory.most["activations"] < (CONFIG.layers + 8) * stream
 
 
+@pytest.mark.representative(
+    "accumulation-tpu:v5e:2x4",
+    "data_and_tensor-tpu:v5e:2x4",
+    "hierarchical-tpu:v5e:2x4",
+    "recomputed-tpu:v5e:2x4",
+    "gathered_in_the_loop-gpu:h200:1x1x8",
+    "optimizer_in_shards-gpu:h200:1x1x8",
+    "sequence_parallel-gpu:h200:1x1x8",
+    "nested_loops-gpu:h200:1x1x8",
+    "ring-gpu:h200:1x1x8",
+    "all_to_all-gpu:h200:1x1x8",
+)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("step", HAND_WRITTEN, ids=lambda step: step.name)
 def test_plan_of_handwritten_steps_sends_the_bytes_of_theory(target, step):

@@ -82,6 +82,7 @@ def test_rows_add_up_to_what_compiled_loops_hold(remat):
     assert stacked_bytes(plan) == sum(one.held_bytes for one in plan.activations) > 0
 
 
+@pytest.mark.representative("names")
 @pytest.mark.long
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("remat", ["names", "layers"])

@@ -61,6 +61,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.representative("tensor-selective", "split backward-names", "pipeline-products")
 @pytest.mark.long
 @pytest.mark.sentinel("stage 3-selective")
 @pytest.mark.parametrize(("where", "kept"), PAIRS)
@@ -154,6 +155,7 @@ def test_selective_is_none_where_attention_keeps_no_scores():
     jax.tree.map(np.testing.assert_array_equal, params, plain()[1])
 
 
+@pytest.mark.representative("pipeline")
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["stage 3", "tensor", "pipeline"])
 def test_selective_keeps_no_scores_in_compiled_steps(where):

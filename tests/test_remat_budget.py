@@ -30,6 +30,7 @@ def plain():
     return stepped(CONFIG, **DATA)
 
 
+@pytest.mark.representative("tensor", "stage 3 microbatches")
 @pytest.mark.long
 @pytest.mark.sentinel("stage 3")
 @pytest.mark.parametrize(

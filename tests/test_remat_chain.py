@@ -250,6 +250,7 @@ def plain_step():
     return stepped(CONFIG, **DATA)
 
 
+@pytest.mark.representative("tensor", "stage 3, two microbatches")
 @pytest.mark.long
 @pytest.mark.sentinel("overlap")
 @pytest.mark.parametrize(
@@ -375,6 +376,7 @@ def test_chain_is_refused_between_uses_of_a_named_layer():
         sl.train_step(loss, strategy).lower(state, jnp.ones((8, 8)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 def test_chain_keeps_fewer_inputs_in_the_memory_of_a_tpu():
     """Of 16 layers, thin ones with many tokens."""

@@ -181,6 +181,7 @@ ERRORS = {"int8": 0.02, "int4": 0.4, "fp8": 0.06, "bf16": 0.005}
 
 
 # Each strategy once, and each encoding under half of them.
+@pytest.mark.representative("int4-pipeline", "int8-microbatches", "int4-stage 3")
 @pytest.mark.long
 @pytest.mark.sentinel("int4-tensor")
 @pytest.mark.parametrize(
@@ -401,6 +402,7 @@ def per_layer(remat):
     return (temporaries(remat, many) - temporaries(remat, few)) / (many - few)
 
 
+@pytest.mark.representative("int4")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("encoding", BYTES)
 def test_a_layer_keeps_the_bytes_of_the_codes_and_scales_on_a_tpu(encoding):

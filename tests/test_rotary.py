@@ -127,6 +127,7 @@ def test_rotate_adds_gradients_of_angles_over_devices_before_it_rounds(platform)
     assert len(sums) == 2 and all("f32[5,1,4]" in line for line in sums)
 
 
+@pytest.mark.representative("tpu:v5e:2x2")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("target", TPUS)
 def test_rotate_on_tpus_writes_no_halves(target):

@@ -97,6 +97,7 @@ def test_tensor_parallelism_is_two_all_reduces_per_layer_and_direction(platform)
         }, testing.summary(found)
 
 
+@pytest.mark.representative("joined")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("margin", [0.0, float("inf")], ids=["joined", "one by one"])
 def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters(monkeypatch, margin):
@@ -135,6 +136,7 @@ def test_sequence_parallelism_on_gpus_gathers_and_scatters_in_every_layer():
     )
 
 
+@pytest.mark.representative("4-v5e:2x4", "4-cpu", "4-h200:1x1x8")
 @pytest.mark.long
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("accumulate", [1, 4])

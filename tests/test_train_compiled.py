@@ -88,6 +88,7 @@ def test_checkpoint_digests_reduce_a_number_per_array_and_gather_none(platform):
     )
 
 
+@pytest.mark.representative("cpu", "h200:1x1x8")
 @pytest.mark.long
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_packed_segments_add_no_collective_to_a_step(platform):

@@ -167,6 +167,7 @@ def curves(stage):
 
 
 # All optimizers of a stage are one program.
+@pytest.mark.representative("adam-3")
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

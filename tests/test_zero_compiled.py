@@ -57,6 +57,9 @@ def moved(size, devices):
     return size * (devices - 1) // devices
 
 
+@pytest.mark.representative(
+    "1-2-1-1-v5e:2x4", "3-2-4-2-v5e:2x4", "1-2-1-1-h200:1x1x8", "3-2-4-2-h200:1x1x8"
+)
 @pytest.mark.long("2-2-1-2-cpu", "1-2-1-1-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(
@@ -71,6 +74,7 @@ def test_zero_stages_send_the_bytes_of_the_paper(platform, stage, accumulate, ga
     testing.assert_collectives(found, sends=sends, ignore_below=1024)
 
 
+@pytest.mark.representative("1-v5e:2x4", "0-cpu", "1-h200:1x1x8")
 @pytest.mark.long("1-cpu", "0-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [0, 1])
@@ -133,6 +137,7 @@ def test_zero_accumulates_gradients_in_place(platform, stage):
     assert sums <= found.memory.most["gradients"] < sums + 3 * layer
 
 
+@pytest.mark.representative("3-v5e:2x4", "2-cpu", "3-h200:1x1x8")
 @pytest.mark.long("1-cpu", "2-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
