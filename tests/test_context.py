@@ -1,5 +1,6 @@
 """Attention over a sequence that is split over devices, in all its forms, against one device."""
 
+import itertools
 import pickle
 from functools import partial
 from typing import NamedTuple
@@ -144,13 +145,16 @@ def assert_near(found, expected, tolerance):
     jax.tree.map(check, found, expected)
 
 
-# Each form under a mask that leaves out blocks, and each mask in a ring and among heads.
-ALWAYS = {(form, "documents") for form in FORMS}
-ALWAYS |= {(form, mask) for form in ("ring", "zigzag", "ulysses, few key heads") for mask in MASKS}
+# Each form under one of the masks in turn, and each mask in a ring and among heads.
+ALWAYS = set(zip(FORMS, itertools.cycle(MASKS)))
+ALWAYS |= set(itertools.product(("ring", "ulysses, few key heads"), MASKS))
 LONG = [f"{form}-{mask}" for form in FORMS for mask in MASKS if (form, mask) not in ALWAYS]
 
 
 @pytest.mark.representative(
+    "zigzag-documents",
+    "zigzag-sinks",
+    "zigzag-window",
     "gather-all",
     "gather-both sides",
     "ring of three-causal",
@@ -428,7 +432,8 @@ def test_a_ring_holds_the_keys_of_two_devices_at_a_time():
 
 
 @pytest.mark.representative("3-2-data=2,context=2,model=2")
-@pytest.mark.long("1-1-data=2,context=4", "2-2-data=2,context=4", "3-2-data=2,context=2,model=2")
+@pytest.mark.long
+@pytest.mark.sentinel("1-1-data=1,context=4")
 @pytest.mark.parametrize(
     "mesh", ["data=2,context=4", "data=1,context=4", "data=2,context=2,model=2"]
 )
@@ -458,8 +463,8 @@ def test_zero_splits_over_axes_of_sequences(stage, accumulate, mesh):
         assert moment.sharding.is_equivalent_to(one.sharding, one.ndim)
 
 
-@pytest.mark.representative()
-@pytest.mark.long("ulysses")
+@pytest.mark.representative("ring")
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["ring", "ulysses"])
 def test_experts_split_sequences_by_rules_alone(form):
     """Experts are split over the axis of the data, and sequences over another."""
@@ -471,8 +476,8 @@ def test_experts_split_sequences_by_rules_alone(form):
         np.testing.assert_allclose(found.all_of(name), alone.all_of(name), rtol=5e-6)
 
 
-@pytest.mark.representative()
-@pytest.mark.long("usp-1")
+@pytest.mark.representative("usp-2")
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("axes", [("context",), "usp"])
 def test_zero_over_axes_of_sequences_alone(axes, accumulate):

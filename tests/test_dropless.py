@@ -99,7 +99,18 @@ def assert_near(found, expected, tolerance=1e-6):
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.long("tensor, sequences-drawn", "pods of experts-drawn", "pods-all to the same")
+@pytest.mark.long(
+    "one of two axes of the batch-drawn",
+    "pods of experts-all to the same",
+    "no axis of the batch-drawn",
+    "tensor, sequences-all to the same",
+    "two experts each-drawn",
+    "tensor-all to the same",
+    "one expert each-all to the same",
+    "tensor, sequences-drawn",
+    "pods of experts-drawn",
+    "pods-all to the same",
+)
 def test_outputs_and_gradients_equal_one_device(mesh, gate):
     text, rules = MESHES[mesh]
     arrays = X, GATES[gate], WEIGHTS
@@ -162,10 +173,11 @@ def test_a_function_of_experts_may_read_other_arrays():
     assert_near((found[0], found[3]), (by_hand[0], by_hand[3]))
 
 
-@pytest.mark.representative("3-full")
+@pytest.mark.representative("3-full", "0-none")
 @pytest.mark.parametrize("remat", ["none", "full", "minimal"])
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.long("0-none", "0-minimal", "3-full")
+@pytest.mark.long
+@pytest.mark.sentinel("3-minimal")
 def test_a_step_of_a_model_equals_one_device(stage, remat):
     config = decoder.tiny(
         width=16, heads=2, context=8, vocab=32, hidden=32, layers=2, every=1, mlp="swiglu"
@@ -210,6 +222,8 @@ def emulated(operand, output, starts, sizes, places, received, *, axis_name):
     return output
 
 
+@pytest.mark.representative("all to the same-1.0")
+@pytest.mark.long("drawn-1.0", "all to the same-1.0", "all to the same-1.25")
 @pytest.mark.parametrize("buffer", [1.0, 1.25])
 @pytest.mark.parametrize("gate", GATES)
 def test_ragged_and_dense_sending_give_the_same(gate, buffer, monkeypatch):

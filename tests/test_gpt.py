@@ -380,6 +380,7 @@ def test_gpt_positions_may_be_in_any_order_and_differ_by_row():
     np.testing.assert_array_equal(sines, sin[order])
 
 
+@pytest.mark.long("3")
 @pytest.mark.parametrize("unroll", [2, 3])  # with a layer left over, and without a loop
 def test_gpt_layers_that_are_written_out_train_as_those_of_a_loop(unroll):
     def trained(unroll):
