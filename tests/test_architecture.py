@@ -58,7 +58,7 @@ LAYERS = [
         "_layouts _ring _ring_passes _ulysses",
     ),
     ("kernels", "_activations _rotary _projections _softmax _norm _linear_cross_entropy"),
-    ("kernels._grouped_matmul", "_tiles _reference _ragged_dot _tpu"),
+    ("kernels._grouped_matmul", "_places _reference _ragged_dot _tpu"),
     ("kernels", "_grouped_matmul _attention _on_shards"),
     (
         "collectives",

@@ -148,6 +148,12 @@ def test_attention_band_bounds_and_positions_may_fill_32_bits(distance):
 HOPPERS = GPUS[:2]
 
 
+@pytest.mark.representative(
+    "window, capped-gpu:h100:1x1x4",
+    "values of another size-gpu:h100:1x1x4",
+    "causal-gpu:h200:1x1x4",
+    "segments, sinks-gpu:h200:1x1x4",
+)
 @pytest.mark.parametrize("target", HOPPERS)
 @pytest.mark.parametrize("case", ATTENTION_ON_GPUS)
 def test_attention_by_gpu_kernels_compiles_without_storing_its_scores(case, target):

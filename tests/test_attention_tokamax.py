@@ -183,6 +183,7 @@ def test_attention_by_tokamax_on_shards_matches_one_device(names, shape, where, 
 
 
 @needs_tokamax
+@pytest.mark.representative("gpu:h200:1x1x4")
 @pytest.mark.parametrize("target", GPUS)
 def test_attention_by_tokamax_compiles_without_storing_its_scores(target):
     for kernels_found, temporaries in on_its_own(target, attention_by_tokamax):

@@ -24,8 +24,9 @@ _PLAIN = {"stride": 1, "lhs_dilate": 1, "rhs_dilate": 1}
 def compiled_flops(compiled: Any) -> int:
     """What a device multiplies and adds in one run of a program, outside of kernels.
 
-    A multiplication and an addition count each. Loops count as often as they run; an error names a
-    loop with products whose length the program does not tell. All branches count.
+    A multiplication and an addition count each. Loops count as often as they run where loads are
+    even; an error names another loop with products whose length the program does not tell. All
+    branches count.
 
     Args:
         compiled: a compiled program, or its text.
@@ -33,7 +34,7 @@ def compiled_flops(compiled: Any) -> int:
     program = Program(text_of("compiled_flops", "compiled", compiled))
     total = 0
     for scope, made, run in program.walk():
-        if not _is_product(made):
+        if not _is_product(made) or not run.times:
             continue
         if not run.known:
             raise ValueError(

@@ -1,16 +1,18 @@
-"""Grouped products in plain JAX, as a loop over tiles of rows: the specification of the op.
+"""Grouped products in plain JAX: the specification of the op.
 
-A tile has rows of one group, and is multiplied with the matrix of that group. Backward the loop
-adds up the gradient to one matrix while tiles of its group follow each other.
+The first rows of all groups are multiplied at once, and what an even load does not have in a loop,
+which runs as often as it takes: see `_places`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.kernels._grouped_matmul._tiles import Tiles, read, tiles_of, window, write
+from shardlib.compiled._hlo import IF_UNEVEN
+from shardlib.kernels._grouped_matmul._places import Places, Tile
 from shardlib.kernels._shards import as_varying, varying
 
 
@@ -22,57 +24,53 @@ def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         w: (groups, features, columns).
         sizes: (groups,), how many rows each group has, one group after the other.
     """
-    groups, _, columns = w.shape
-    rows = x.shape[0]
+    places = Places(sizes, x.shape[0])
 
-    def multiply(y: jax.Array, tile: Tiles) -> tuple[jax.Array, None]:
-        here = window(tile, rows, groups)
-        product = _product(read(x, here), w[tile.group])
-        return write(y, here, product), None
+    def add_tile(tile: Tile, y: jax.Array) -> jax.Array:
+        return tile.write(y, _product("rf,fc->rc", tile.read(x), w[tile.group]))
 
-    start = jnp.zeros((rows, columns), x.dtype)
-    y, _ = lax.scan(multiply, _varying_as(start, x, w, sizes), tiles_of(sizes, rows))
-    return y
+    placed = _product("gpf,gfc->gpc", places.placed(x), w).astype(x.dtype)
+    return _with_tiles_left(places, add_tile, places.by_row(placed))
 
 
 def backward(
     x: jax.Array, w: jax.Array, sizes: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients to the rows and to the matrices."""
-    groups, features, columns = w.shape
-    rows = x.shape[0]
+    places = Places(sizes, x.shape[0])
 
-    def multiply(carry: Any, tile: Tiles) -> tuple[Any, None]:
-        of_x, of_w, sum_of_group, last_group = carry
-        here = window(tile, rows, groups)
-        of_y = read(gradient, here)
-        of_x = write(of_x, here, _product(of_y, w[tile.group].T))
-        started = jnp.where(tile.group == last_group, sum_of_group, jnp.zeros_like(sum_of_group))
-        sum_of_group = started + _product(read(x, here).T, of_y)
-        of_w = lax.dynamic_update_index_in_dim(of_w, sum_of_group.astype(w.dtype), tile.group, 0)
-        return (of_x, of_w, sum_of_group, tile.group), None
+    def add_tile(tile: Tile, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        of_x, of_w = carry
+        of_y = tile.read(gradient)
+        of_x = tile.write(of_x, _product("rc,fc->rf", of_y, w[tile.group]))
+        added = _product("rf,rc->fc", tile.read(x), of_y)
+        return of_x, of_w.at[tile.group].add(added)
 
-    start = (
-        jnp.zeros_like(x),
-        jnp.zeros_like(w),
-        jnp.zeros((features, columns), jnp.promote_types(w.dtype, jnp.float32)),
-        jnp.int32(-1),
-    )
-    start = _varying_as(start, x, w, sizes, gradient)
-    (of_x, of_w, _, _), _ = lax.scan(multiply, start, tiles_of(sizes, rows))
-    return of_x, of_w
+    of_y = places.placed(gradient)
+    of_x = _product("gpc,gfc->gpf", of_y, w).astype(x.dtype)
+    of_w = _product("gpf,gpc->gfc", places.placed(x), of_y)
+    of_x, of_w = _with_tiles_left(places, add_tile, (places.by_row(of_x), of_w))
+    return of_x, of_w.astype(w.dtype)
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product of two matrices, summed in float32 at least."""
+def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of matrices, or of stacks of these, summed in float32 at least."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
-    return jnp.matmul(a, b, preferred_element_type=wide)
+    return jnp.einsum(subscripts, a, b, preferred_element_type=wide)
 
 
-def _varying_as(tree: Any, *arrays: jax.Array) -> Any:
-    """Arrays declared to vary over all axes that any of some others varies over.
+def _with_tiles_left(places: Places, add_tile: Callable[[Tile, Any], Any], carry: Any) -> Any:
+    """The result of all places, with what each tile of rows beyond them adds to it."""
+    if places.per_group == places.rows:
+        return carry
+    number = places.tiles_left[-1]
+    axes = varying(number).union(*map(varying, jax.tree.leaves(carry)))
 
-    What a loop starts from must vary as what it makes.
-    """
-    axes = frozenset().union(*map(varying, arrays))
-    return jax.tree.map(lambda x: as_varying(x, axes), tree)
+    def add(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        k, carry = state
+        return k + 1, add_tile(places.tile(k), carry)
+
+    start = jax.tree.map(lambda x: as_varying(x, axes), (jnp.int32(0), carry))
+    with jax.named_scope(IF_UNEVEN):
+        _, carry = lax.while_loop(lambda state: state[0] < number, add, start)
+    return carry

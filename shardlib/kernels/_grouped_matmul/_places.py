@@ -1,0 +1,108 @@
+"""Where the rows of groups are multiplied: in places, equally many for each group, or in tiles.
+
+    group 0   [ . . . . ]
+    group 1   [ . . . . ]  . . . .  . .        rows beyond a group's places are tiles of their own
+    group 2   [ . .     ]
+
+Every group has as many places as an even load has rows. So the first rows of all groups are one
+product with all matrices, as large as that of all rows. What is left of a group is taken in tiles
+as long as its places, as many as there are: none where loads are even.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# The number of places is a multiple of it, which products take better.
+ROUND = 8
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of all groups, by their sizes.
+
+    - `sizes`: (groups,), how many rows each group has, one group after the other.
+    - `rows`: how many rows there are, in groups or not.
+    """
+
+    sizes: jax.Array
+    rows: int
+
+    @property
+    def per_group(self) -> int:
+        """How many places a group has."""
+        even = -(-self.rows // self.sizes.shape[0])
+        return min(self.rows, -(-even // ROUND) * ROUND)
+
+    @property
+    def ends(self) -> jax.Array:
+        """The number of the row after each group's last one."""
+        return jnp.cumsum(self.sizes.astype(jnp.int32))
+
+    @property
+    def starts(self) -> jax.Array:
+        """The number of each group's first row."""
+        return self.ends - self.sizes.astype(jnp.int32)
+
+    def placed(self, x: jax.Array) -> jax.Array:
+        """The rows in their places, (groups, places, width), with zeros where there are none."""
+        place = jnp.arange(self.per_group, dtype=jnp.int32)
+        row = self.starts[:, None] + place
+        taken = place < self.sizes[:, None]
+        rows = x.at[row].get(mode="clip")
+        return jnp.where(taken[..., None], rows, jnp.zeros_like(rows))
+
+    def by_row(self, placed: jax.Array) -> jax.Array:
+        """What is in the place of each row; zeros for a row without a place."""
+        row = jnp.arange(self.rows, dtype=jnp.int32)
+        group = jnp.searchsorted(self.ends, row, side="right").astype(jnp.int32)
+        group = jnp.minimum(group, self.sizes.shape[0] - 1)
+        place = row - self.starts[group]
+        has_place = (row < self.ends[-1]) & (place < self.per_group)
+        found = placed.at[group, place].get(mode="clip")
+        return jnp.where(has_place[:, None], found, jnp.zeros_like(found))
+
+    @property
+    def tiles_left(self) -> jax.Array:
+        """How many tiles of each group, and of those before it, are beyond its places."""
+        left = jnp.maximum(self.sizes.astype(jnp.int32) - self.per_group, 0)
+        return jnp.cumsum(-(-left // self.per_group))
+
+    def tile(self, number: jax.Array) -> "Tile":
+        """A tile of rows that have no place, by its number."""
+        tiles = self.tiles_left
+        group = jnp.searchsorted(tiles, number, side="right").astype(jnp.int32)
+        before = jnp.where(group > 0, tiles[group - 1], 0)
+        first = self.starts[group] + self.per_group * (1 + number - before)
+        last = jnp.minimum(first + self.per_group, self.ends[group])
+        # A slice does not go beyond the end of an array.
+        start = jnp.minimum(first, self.rows - self.per_group)
+        row = start + lax.broadcasted_iota(jnp.int32, (self.per_group, 1), 0)
+        return Tile(group, start, (row >= first) & (row < last))
+
+
+class Tile(NamedTuple):
+    """Rows of one group.
+
+    - `group`: its number.
+    - `start`: the first row of a slice that has them.
+    - `own`: (rows of the slice, 1), which of its rows are of the tile.
+    """
+
+    group: jax.Array
+    start: jax.Array
+    own: jax.Array
+
+    def read(self, x: jax.Array) -> jax.Array:
+        """Its rows of an array, with zeros for other rows of the slice."""
+        rows = lax.dynamic_slice_in_dim(x, self.start, self.own.shape[0])
+        return jnp.where(self.own, rows, jnp.zeros_like(rows))
+
+    def write(self, y: jax.Array, rows: jax.Array) -> jax.Array:
+        """The array with its rows replaced; others of the slice stay as they are."""
+        before = lax.dynamic_slice_in_dim(y, self.start, self.own.shape[0])
+        rows = jnp.where(self.own, rows.astype(y.dtype), before)
+        return lax.dynamic_update_slice_in_dim(y, rows, self.start, 0)
