@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from machines import devices_of
 
 from shardlib.compiled._collectives import Collective, collectives, summary
+from shardlib.compiled._hlo import IF_UNEVEN
 
 
 def mesh_of(machine, slices=1, **axes):
@@ -172,6 +173,20 @@ def test_collectives_in_a_loop_with_any_start_and_step_are_counted(mesh):
         lambda x: jax.lax.while_loop(lambda carry: carry[0] >= 2, body, (11, x))[1], mesh
     )
     assert (found.times, found.times_known) == (4, True)  # 11, 8, 5, 2
+
+
+def test_collectives_of_further_rounds_are_counted_apart(mesh):
+    """With even loads such a loop does not run; each round of it adds what its collectives send."""
+
+    def until_small(x, _):
+        with jax.named_scope(IF_UNEVEN):
+            further = lambda x: jnp.tanh(jax.lax.psum(x, "a"))
+            return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, further, x), None
+
+    [found] = manual(lambda x: jax.lax.scan(until_small, x, None, length=5)[0], mesh)
+    assert (found.times, found.times_known, found.further_times) == (0, False, 5)
+    assert (found.total_bytes, found.further_bytes) == (0, 5 * found.sent_bytes)
+    assert summary([found]).endswith("in a round that an even load does not take")
 
 
 def test_collectives_in_loops_of_unknown_length_count_once(mesh):

@@ -309,6 +309,8 @@ def test_rows_are_sent_four_times_a_layer(remat, times):
     # Plans are made for loads that one round is enough for.
     further = [one for one in ragged if not one.times_known]
     assert further and not any(one.times for one in further)
+    # A round's backward pass computes it again.
+    assert sum(one.further_times for one in further) == 6 * config.layers
     assert not [one for one in found if one.kind == "all-to-all"]
 
 

@@ -641,6 +641,15 @@ def test_bias_in_a_step_is_bit_for_bit_that_of_one_device(biases_on_one_device, 
     np.testing.assert_allclose(found["gate"], expected["gate"], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
+def test_bias_is_summed_exactly_where_gradients_are_compressed():
+    exchange = sl.collectives.OneBit("data")
+    found, _, _ = biases(4, steps=1, exchange=exchange)
+    expected, _, _ = biases(4, steps=1)
+    assert found["router_bias"].any()
+    np.testing.assert_array_equal(found["router_bias"], expected["router_bias"])
+
+
 def test_bias_of_a_step_moves_once_by_the_load_of_the_whole_batch():
     """By hand, for the first of the layers, and evaluation leaves it where it is."""
     found, state, strategy = biases(4, steps=1, accumulate=2)

@@ -18,6 +18,10 @@ from shardlib.collectives._compressed import pmean
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, averaged_axes
 from shardlib.layouts._specs import as_tuple
 
+# The whole path of a router's bias, see `sl.experts.balanced`. Its gradient is a count times a tiny
+# scale, which codes would lose where it shares theirs with other gradients.
+ROUTER_BIAS = "(.*/)?router_bias"
+
 
 @dataclass(frozen=True)
 class Compressed(Exchange):
@@ -69,9 +73,9 @@ class Compressed(Exchange):
     def over(self, parameter: Parameter) -> tuple[str, ...]:
         """The axes over which a parameter's gradient is sent as codes.
 
-        There are none for a parameter whose path is one of the exact ones.
+        There are none for a parameter whose path is one of the exact ones, as a router's bias is.
         """
-        for pattern in self.exact:
+        for pattern in (*self.exact, ROUTER_BIAS):
             if re.fullmatch(pattern, parameter.path):
                 return ()
         return averaged_axes(self.axes, parameter)

@@ -66,6 +66,7 @@ class Collective:
     # False inside a loop that runs an unknown number of times, counted as once; or as zero times
     # if it takes an uneven load of experts to run it at all.
     times_known: bool = True
+    further_times: int = 0  # how often each further round of such a load runs it
     conditional: bool = False  # inside a branch of a conditional, counted as if taken
     op_name: str = ""  # JAX's name stack
     # "file:line" of the user's code; several where collectives were combined.
@@ -105,6 +106,11 @@ class Collective:
         A loop that runs an unknown number of times is counted as once.
         """
         return self.sent_bytes * self.times
+
+    @property
+    def further_bytes(self) -> int:
+        """What a device sends besides in each further round that an uneven load takes, in bytes."""
+        return self.sent_bytes * self.further_times
 
 
 def collectives(
@@ -220,6 +226,7 @@ def _collective(
         group_size=group_size,
         times=run.times,
         times_known=run.known,
+        further_times=run.further,
         conditional=run.conditional,
         op_name=op_name,
         sources=_sources(program, scope, made, source),

@@ -107,10 +107,11 @@ class Run:
     """How often an instruction runs in one execution of the program.
 
     `times` counts the loops around it whose length is `known`; an unknown one counts as once, or as
-    never if named `IF_UNEVEN`. Under a `conditional` it is counted as if its branch were taken.
+    never if named `IF_UNEVEN`, whose rounds add `further` runs each. A branch counts as taken.
     """
 
     times: int = 1
+    further: int = 0
     known: bool = True
     conditional: bool = False
 
@@ -183,10 +184,11 @@ class Program:
         if made.opcode != "while":
             return run
         count = self.trip_count(scope, made)
-        if count is None:
-            rare = IF_UNEVEN in self.origin(scope, made)[0].split("/")
-            return replace(run, times=0 if rare else run.times, known=False)
-        return replace(run, times=run.times * count)
+        if count is not None:
+            return replace(run, times=run.times * count, further=run.further * count)
+        if IF_UNEVEN in self.origin(scope, made)[0].split("/"):
+            return replace(run, times=0, further=run.further or run.times, known=False)
+        return replace(run, known=False)
 
     def calls(self, scope: Scope, made: Instruction) -> list[str]:
         """The computations that an instruction runs.
@@ -217,9 +219,8 @@ class Program:
             return True
         for name in self.calls(scope, made):
             inner = self.called(scope, made, name)
-            for instruction in inner.instructions.values():
-                if self.multiplies(inner, instruction):
-                    return True
+            if any(self.multiplies(inner, one) for one in inner.instructions.values()):
+                return True
         return False
 
     def origin(self, scope: Scope, made: Instruction, depth: int = 0) -> Origin:
@@ -296,9 +297,8 @@ class Program:
         if listed:
             return listed
         # Two branches may be written as attributes of their own.
-        true = self.called(scope, conditional, "true_computation")
-        false = self.called(scope, conditional, "false_computation")
-        return [true.name, false.name]
+        attributes = ("true_computation", "false_computation")
+        return [self.called(scope, conditional, attribute).name for attribute in attributes]
 
     def called(self, scope: Scope, caller: Instruction, name: str) -> Scope:
         """A computation by its name, or by the attribute of the caller that has the name.

@@ -25,6 +25,7 @@ import optax
 
 from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
+from shardlib.collectives._exchanges import ROUTER_BIAS
 from shardlib.experts._routing import Choices
 from shardlib.optimizers._local import Local
 
@@ -75,7 +76,7 @@ def balanced(
     optimizer: optax.GradientTransformation,
     speed: float | Callable[[Any], Any] = 1e-3,
     *,
-    pattern: str = "(.*/)?router_bias",
+    pattern: str = ROUTER_BIAS,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Let the biases of routers follow the load, and an optimizer update all other parameters.
 

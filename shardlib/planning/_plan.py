@@ -93,6 +93,14 @@ class Plan:
         return dict(totals)
 
     @property
+    def further_round_bytes(self) -> int:
+        """What a device sends besides if all layers of experts take one round more than one.
+
+        It is 0 for a step without `sl.experts.dropless`. See `Collective.further_bytes`.
+        """
+        return sum(collective.further_bytes for collective in self.collectives)
+
+    @property
     def overlapped_fraction(self) -> float:
         """The share of the sent bytes that is under way while matrices are multiplied.
 
@@ -132,6 +140,7 @@ class Plan:
             "memory": _memory_values(self.memory),
             "collectives": [_collective_values(collective) for collective in self.collectives],
             "sent_bytes": _sent_values(self.sent_bytes),
+            "further_round_bytes": self.further_round_bytes,
             "overlapped_fraction": self.overlapped_fraction,
             "remarks": list(self.remarks),
             "advice": list(self.advice),
@@ -187,6 +196,7 @@ def _collective_values(collective: Collective) -> dict[str, Any]:
     # These are properties, which `asdict` leaves out.
     values["sent_bytes"] = collective.sent_bytes
     values["total_bytes"] = collective.total_bytes
+    values["further_bytes"] = collective.further_bytes
     return values
 
 

@@ -331,7 +331,8 @@ def _communication(plan: Any) -> str:
 
 
 def _hidden(plan: Any) -> str:
-    """What share of the bytes is sent beside products, and why the others are not.
+    """What share of the bytes is sent beside products, why the others are not, and what uneven
+    loads would add.
 
     Shares that would read as none are left out.
     """
@@ -353,6 +354,11 @@ def _hidden(plan: Any) -> str:
     for words, size in reasons.items():
         if size >= 0.005 * total > 0:
             lines.append(f"  {size / total:.0%} {words}")
+    if plan.further_round_bytes:
+        lines.append(
+            f"  {human_bytes(plan.further_round_bytes)} more for each further round of experts, "
+            "which uneven loads take"
+        )
     return "\n".join(lines)
 
 
