@@ -24,7 +24,10 @@ LAYERS = [
     ("machine", "_target_names _targets"),
     ("compiled", "_source_lines _kernel_products _hlo _device_groups _collectives"),
     ("compiled", "_memory_traffic _flops _written _compile _flow _memory _host_copies"),
-    ("data", "_packages _checks _blocks _tokenizer _corpus _documents _files _tokens _seals"),
+    (
+        "data",
+        "_packages _checks _blocks _alphabet _tokenizer _corpus _documents _files _tokens _seals",
+    ),
     ("data", "_progress _claim _build _store _sequences"),
     ("layouts", "_specs _rules"),
     ("", "rules"),
@@ -90,7 +93,7 @@ LAYERS = [
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),
     (
         "step",
-        "_remat_budget _gradient _host_update _streamed_update _optimizer_update _step_calls "
+        "_remat_budget _gradient _host_update _streamed_loops _streamed_update _optimizer_update _step_calls "
         "_compiler_options _step _evaluation",
     ),
     ("train", "_contents _folder _checkpoint_failures _checkpoint_folders _checkpoint_reading"),

@@ -27,6 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from shardlib.layouts._host import is_on_host, to_device, to_host
 from shardlib.step._host_update import HostUpdate
 from shardlib.step._offload import BYTES_AT_A_TIME, Updater
+from shardlib.step._streamed_loops import TOTALS, ByRows, Loop, Total
 from shardlib.tracing._jaxpr import (
     JITS,
     behind,
@@ -34,11 +35,9 @@ from shardlib.tracing._jaxpr import (
     inputs_of,
     made_of,
     picked,
-    shapes_of,
     variables,
 )
-from shardlib.tracing._row_rules import MixesRowsError, Part, Rows, cut
-from shardlib.tracing._rows import evaluate_rows
+from shardlib.tracing._row_rules import MixesRowsError, Rows
 
 # Rows of more bytes are taken along another dim, if there is one with smaller rows. Those of the
 # first dim are contiguous.
@@ -105,116 +104,6 @@ def streamed_update(
 
 
 @dataclass(frozen=True, eq=False)
-class _ByRows:
-    """A function of some rows of one parameter's arrays, taken from the trace of the whole update.
-
-    Attributes:
-        body: its equations, which read rows first and then `wholes`.
-        dim: along which the rows lie.
-        inputs: the positions of the inputs that it reads rows of.
-        wholes: the variables of the trace that it reads whole.
-        rows: how many there are, and how many are taken at a time.
-    """
-
-    body: Jaxpr
-    dim: int
-    inputs: tuple[int, ...]
-    wholes: tuple[Any, ...]
-    rows: Rows
-
-    @property
-    def times(self) -> int:
-        """How often rows are taken until all have been."""
-        return self.rows.total // self.rows.count
-
-    def check(self, arrays: Sequence[Any]) -> None:
-        """Trace it; raises `MixesRowsError` where rows depend on others."""
-        jax.eval_shape(lambda wholes: self(0, arrays, wholes), shapes_of(self.wholes))
-
-    def __call__(self, number: Any, arrays: Sequence[Any], wholes: Sequence[Any]) -> list[Any]:
-        """The rows of the results that are the next after so many times.
-
-        Args:
-            number: how many times rows have been taken.
-            arrays: the inputs of the whole update.
-            wholes: the values of `wholes`, on the device.
-        """
-        # Where they start is known to the running program only; their number is a part of it.
-        rows = Rows(number * self.rows.count, self.rows.count, self.rows.total)
-        parts = []
-        for position in self.inputs:
-            part = lax.dynamic_slice_in_dim(arrays[position], rows.start, rows.count, self.dim)
-            parts.append(Part(to_device(part), self.dim))
-        results = evaluate_rows(self.body, [], [*parts, *map(Part, wholes)], rows)
-        return [cut(result, self.dim, rows).value for result in results]
-
-
-@dataclass(frozen=True, eq=False)
-class _Total:
-    """A reduction over the rows of what a function gives, as the equation says."""
-
-    function: _ByRows
-    equation: Any
-    dim: int  # along which the rows of its operand lie
-
-    def run(self, arrays: Sequence[Any], wholes: Sequence[Any]) -> Any:
-        """The total of all rows."""
-        # The first total is made outside of the loop: it has the dtype that the loop carries.
-        combine = _TOTALS[self.equation.primitive.name]
-
-        def part(number: Any) -> Any:
-            (operand,) = self.function(number, arrays, wholes)
-            return self.equation.primitive.bind(operand, **self.equation.params)
-
-        def iteration(number: Any, total: Any) -> Any:
-            return combine(total, part(number))
-
-        return lax.fori_loop(1, self.function.times, iteration, part(0))
-
-
-_TOTALS: dict[str, Callable[[Any, Any], Any]] = {
-    "reduce_sum": lax.add,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-}
-"""How totals of some rows are combined, by the reductions that have such totals."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Loop:
-    """The update of one parameter's arrays, which take the place of what they were."""
-
-    function: _ByRows
-    positions: tuple[int, ...]  # of the arrays that it updates
-    totals: dict[Any, _Total]  # what has to be known before, by variable of the trace
-
-    def run(self, arrays: Sequence[Any], wholes: Sequence[Any]) -> list[Any]:
-        """The updated arrays."""
-
-        def iteration(number: Any, updated: list[Any]) -> list[Any]:
-            # Rows are read from the arrays that rows are written to: a second buffer would be
-            # there for as long as the loop runs.
-            now = list(arrays)
-            for position, array in zip(self.positions, updated, strict=True):
-                now[position] = array
-            return self._written(number, updated, self.function(number, now, wholes))
-
-        updated = picked(arrays, self.positions)
-        return lax.fori_loop(0, self.function.times, iteration, updated)
-
-    def _written(self, number: Any, arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        """The arrays with the rows of an iteration replaced by its results."""
-        count, dim = self.function.rows.count, self.function.dim
-        written = []
-        for array, rows in zip(arrays, results, strict=True):
-            if is_on_host(array):
-                rows = to_host(rows)
-            start = number * count
-            written.append(lax.dynamic_update_slice_in_dim(array, rows, start, dim))
-        return written
-
-
-@dataclass(frozen=True, eq=False)
 class _Streaming:
     """A traced update with its inputs, of which the first `number` come back as results."""
 
@@ -229,7 +118,7 @@ class _Streaming:
 
     def results(self, owners: Sequence[Owner]) -> list[Any]:
         """The results of the trace, those of each owner by itself."""
-        loops: list[_Loop] = []
+        loops: list[Loop] = []
         by_host: list[HostUpdate] = []
         whole: list[list[int]] = []
         apart: set[int] = set()
@@ -260,7 +149,7 @@ class _Streaming:
             results.update(zip(update.positions, update.run(self.inputs, read), strict=True))
         return [results[position] for position in range(len(self.jaxpr.outvars))]
 
-    def _on_host(self, owner: Owner, loop: _Loop | None) -> HostUpdate:
+    def _on_host(self, owner: Owner, loop: Loop | None) -> HostUpdate:
         """The same update as a loop's by the host, which has each device's shard by itself."""
         if loop is None:
             raise _host_cannot_update(owner, "no dim of it has rows that are updated by themselves")
@@ -299,7 +188,7 @@ class _Streaming:
             return to_host(value)
         return value
 
-    def _loop(self, owner: Owner, updated: Sequence[int]) -> _Loop | None:
+    def _loop(self, owner: Owner, updated: Sequence[int]) -> Loop | None:
         """The loop that updates the arrays of an owner; None where rows depend on other rows."""
         arrays = [self.inputs[position] for position in owner.positions]
         arrays.append(self.inputs[self._gradient_of(owner)])
@@ -315,7 +204,7 @@ class _Streaming:
                 continue
         return None
 
-    def _loop_along(self, owner: Owner, updated: Sequence[int], dim: int, count: int) -> _Loop:
+    def _loop_along(self, owner: Owner, updated: Sequence[int], dim: int, count: int) -> Loop:
         """The loop along a dim, of so many rows at a time.
 
         What mixes rows is taken out of the loop where it can be: a norm of all rows is known before
@@ -323,14 +212,14 @@ class _Streaming:
         """
         outvars = picked(self.jaxpr.outvars, updated)
         rows = Rows(0, count, owner.shape[dim])
-        totals: dict[Any, _Total] = {}
+        totals: dict[Any, Total] = {}
         # Each round takes an equation out that is evaluated before the loop, for all rows.
         before: set[Any] = set()
         while True:
             function = self._by_rows(owner, outvars, dim, rows, before)
             try:
                 function.check(self.inputs)
-                return _Loop(function, tuple(updated), totals)
+                return Loop(function, tuple(updated), totals)
             except MixesRowsError as error:
                 equation = error.equation
                 if equation is None or not before.isdisjoint(equation.outvars):
@@ -342,7 +231,7 @@ class _Streaming:
 
     def _by_rows(
         self, owner: Owner, outvars: Sequence[Any], dim: int, rows: Rows, before: set[Any]
-    ) -> _ByRows:
+    ) -> ByRows:
         """What leads from the rows of an owner's arrays to some variables.
 
         Args:
@@ -364,7 +253,7 @@ class _Streaming:
         body = self.jaxpr.replace(
             constvars=[], invars=[*by_rows, *wholes], outvars=list(outvars), eqns=equations
         )
-        return _ByRows(body, dim, positions, tuple(wholes), rows)
+        return ByRows(body, dim, positions, tuple(wholes), rows)
 
     def _reads_host(self, equation: Any, before: set[Any]) -> bool:
         """Whether what an equation reads depends on arrays in the host's memory."""
@@ -373,17 +262,17 @@ class _Streaming:
         pairs = zip(self.jaxpr.invars, self.inputs, strict=True)
         return any(is_on_host(value) and var in read for var, value in pairs)
 
-    def _total(self, owner: Owner, equation: Any, dim: int, rows: Rows, before: set[Any]) -> _Total:
+    def _total(self, owner: Owner, equation: Any, dim: int, rows: Rows, before: set[Any]) -> Total:
         """A reduction over all rows as a loop of its own.
 
         Raises `MixesRowsError` where its totals of some rows do not add up to that of all.
         """
-        if equation.primitive.name not in _TOTALS:
+        if equation.primitive.name not in TOTALS:
             raise MixesRowsError(f"`{equation.primitive.name}` is not made of totals of rows")
         function = self._by_rows(owner, equation.invars, dim, rows, before)
         # Its operand has its rows where the parameter has them, or it is no such total.
         function.check(self.inputs)
-        return _Total(function, equation, dim)
+        return Total(function, equation, dim)
 
     def _gradient_of(self, owner: Owner) -> int:
         """The number of an owner's gradient among the inputs, where it comes after the state."""
@@ -407,7 +296,7 @@ def _host_cannot_update(owner: Owner, reason: str) -> ValueError:
 class _Known:
     """The values of an update's variables that are known so far, all on the device."""
 
-    def __init__(self, streaming: _Streaming, totals: Mapping[Any, _Total]) -> None:
+    def __init__(self, streaming: _Streaming, totals: Mapping[Any, Total]) -> None:
         self.streaming, self.totals = streaming, totals
         jaxpr = streaming.jaxpr
         self.known: dict[Any, Any] = dict(
