@@ -310,6 +310,7 @@ CALLS: tuple[Call, ...] = (
     for_run="silent"),
     # Experts
     _call("sl.experts.local_experts", "8"),
+    _call("sl.experts.load_picture", "[{'step': 1, 'load': [1.0, 1.0]}]", "'load'"),
     _call("sl.experts.Top2", "1.0", jitter="0.1", also={"at0": _OPTIONAL}),
     _call("sl.experts.Switch", "1.0", jitter="0.1", also={"at0": _OPTIONAL}),
     _call("sl.experts.TopK", "2", capacity="1.0", jitter="0.1", renormalize="True", groups="2",

@@ -119,7 +119,7 @@ def main() -> None:
             print(f"seed {seed}, {name}: {loss:.4f} nats a byte", file=sys.stderr, flush=True)
         dropped.append(float(np.mean([record["dropped"] for record in records[-10:]])))
         if arguments.plot and seed == 0:
-            arguments.plot.write_text(example.picture(records))
+            arguments.plot.write_text(sl.experts.load_picture(records, "Eight experts, two layers"))
     ratios = [sparse / dense for dense, sparse in zip(*losses.values(), strict=True)]
     figures = {
         "worst_error": worst,

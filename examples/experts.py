@@ -89,37 +89,6 @@ def windows(text: np.ndarray, seed: int) -> Any:
         yield {"tokens": np.stack([text[s : s + CONTEXT + 1] for s in starts]).astype(np.int32)}
 
 
-def picture(records: list[dict[str, Any]]) -> str:
-    """What each expert is asked for, in even shares, over the steps."""
-    width, height, left, top, tallest = 720, 300, 50, 40, 2.5
-    last = records[-1]["step"]
-    x = lambda step: left + (width - left - 20) * step / last  # noqa: E731
-    y = lambda load: top + (height - top - 30) * (1 - min(load, tallest) / tallest)  # noqa: E731
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="20" font-size="14">What each expert is asked for, in even shares, '
-        "over the steps</text>",
-    ]
-    for load in (0.0, 0.5, 1.0, 1.5, 2.0, 2.5):
-        colour = "#888" if load == 1 else "#ddd"
-        parts.append(
-            f'<line x1="{left}" x2="{width - 20}" y1="{y(load):.1f}" y2="{y(load):.1f}" '
-            f'stroke="{colour}"/>'
-        )
-        parts.append(f'<text x="{left - 8}" y="{y(load) + 4:.1f}" text-anchor="end">{load}</text>')
-    for step in range(0, last + 1, max(last // 4, 1)):
-        parts.append(f'<text x="{x(step):.1f}" y="{height - 8}" text-anchor="middle">{step}</text>')
-    for expert in range(EXPERTS):
-        points = " ".join(f"{x(r['step']):.1f},{y(r['load'][expert]):.1f}" for r in records)
-        parts.append(
-            f'<polyline points="{points}" fill="none" '
-            f'stroke="hsl({360 * expert // EXPERTS},60%,45%)"/>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
-
-
 def main(arguments: list[str]) -> None:
     """Train both, and say which has learned more."""
     parser = argparse.ArgumentParser(
@@ -147,7 +116,7 @@ def main(arguments: list[str]) -> None:
         "choices found no place lately."
     )
     if asked.picture:
-        asked.picture.write_text(picture(records))
+        asked.picture.write_text(sl.experts.load_picture(records, "Two layers of experts"))
         print(f"Drawn into {asked.picture}.")
 
 

@@ -6,6 +6,7 @@ from shardlib.experts._dropless import DroplessOptions as DroplessOptions
 from shardlib.experts._dropless import dropless as dropless
 from shardlib.experts._expert_choice import ExpertChoice as ExpertChoice
 from shardlib.experts._hash_router import Hash as Hash
+from shardlib.experts._load_picture import load_picture as load_picture
 from shardlib.experts._moe import DispatchOptions as DispatchOptions
 from shardlib.experts._moe import moe as moe
 from shardlib.experts._moe_stats import MoEStats as MoEStats

@@ -16,8 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+
 # The number of places is a multiple of it, which products take better.
 ROUND = 8
+
+
+def only_grouped(x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The rows that belong to groups, and zeros for those after them."""
+    row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+    return jnp.where(row < sizes.sum(), x, jnp.zeros_like(x))
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,15 @@ class Places:
         """The number of each group's first row."""
         return self.ends - self.sizes.astype(jnp.int32)
 
+    @property
+    def _is_one_group(self) -> bool:
+        """Whether there is one group, whose rows are in their places as they are."""
+        return self.sizes.shape[0] == 1
+
     def placed(self, x: jax.Array) -> jax.Array:
         """The rows in their places, (groups, places, width), with zeros where there are none."""
+        if self._is_one_group:
+            return only_grouped(x, self.sizes)[None]
         place = jnp.arange(self.per_group, dtype=jnp.int32)
         row = self.starts[:, None] + place
         taken = place < self.sizes[:, None]
@@ -57,6 +71,8 @@ class Places:
 
     def by_row(self, placed: jax.Array) -> jax.Array:
         """What is in the place of each row; zeros for a row without a place."""
+        if self._is_one_group:
+            return only_grouped(placed[0], self.sizes)
         row = jnp.arange(self.rows, dtype=jnp.int32)
         group = jnp.searchsorted(self.ends, row, side="right").astype(jnp.int32)
         group = jnp.minimum(group, self.sizes.shape[0] - 1)

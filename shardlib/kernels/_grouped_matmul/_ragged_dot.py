@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib.kernels._grouped_matmul._places import only_grouped
+
 # The gradient to the matrices: rows are what is summed over, group by group.
 _BY_GROUP = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -42,9 +44,3 @@ def backward(
         x, gradient, sizes, _BY_GROUP, preferred_element_type=jnp.float32
     )
     return only_grouped(of_x.astype(x.dtype), sizes), of_w.astype(w.dtype)
-
-
-def only_grouped(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The rows that belong to groups, and zeros for those after them."""
-    row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
-    return jnp.where(row < sizes.sum(), x, jnp.zeros_like(x))

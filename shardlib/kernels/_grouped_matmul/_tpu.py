@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.kernels._choice import Task
-from shardlib.kernels._grouped_matmul._ragged_dot import only_grouped
+from shardlib.kernels._grouped_matmul._places import only_grouped
 from shardlib.kernels._tpu import supported
 
 # By its full name: the package has a function of the same name.
