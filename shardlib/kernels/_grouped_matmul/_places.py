@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-
 # The number of places is a multiple of it, which products take better.
 ROUND = 8
 
