@@ -75,7 +75,7 @@ LAYERS = [
     ("pipeline.schedules", "_draw _command"),
     (
         "pipeline",
-        "schedules _program _schedule_checks _loop _wire _cut_checks _cut _layer _buffers",
+        "schedules _program _schedule_checks _loop _wire _cut_checks _cut_loss _cut _layer _buffers",
     ),
     ("pipeline", "_pass_row _passes _outside_loops"),
     ("pipeline", "_execute"),

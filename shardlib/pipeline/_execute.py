@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.pipeline._buffers import Buffers, replaced, with_slot, zeros
-from shardlib.pipeline._cut import Cut
+from shardlib.pipeline._cut_loss import Cut
 from shardlib.pipeline._loop import Arrays
 from shardlib.pipeline._outside_loops import OutsideLoops
 from shardlib.pipeline._pass_row import PassRow

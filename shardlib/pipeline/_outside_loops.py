@@ -23,7 +23,7 @@ from shardlib.pipeline._buffers import (
     split_differentiable,
     with_slot,
 )
-from shardlib.pipeline._cut import Cut
+from shardlib.pipeline._cut_loss import Cut
 from shardlib.pipeline._loop import Arrays
 from shardlib.pipeline._pass_row import PassRow, switch_loop
 from shardlib.pipeline._program import Program

@@ -38,7 +38,7 @@ from shardlib.pipeline._buffers import (
     with_loop,
     with_rows,
 )
-from shardlib.pipeline._cut import Cut
+from shardlib.pipeline._cut_loss import Cut
 from shardlib.pipeline._layer import Layer, layer
 from shardlib.pipeline._loop import Arrays
 from shardlib.pipeline._pass_row import PassRow, switch_loop
@@ -443,8 +443,7 @@ class Passes:
 
         It reads the residuals, and what the backward pass saved.
         """
-        # The branches only read the buffers, and so these are bound here. By convention, operands
-        # of `switch_loop` are what the branches return updated.
+        # Operands of `switch_loop` are what its branches return updated; buffers are only read.
         do = partial(self._weight_pass, buffers=buffers)
         return switch_loop(self.program, pass_row, do, layer_sums)
 
