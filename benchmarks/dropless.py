@@ -197,7 +197,8 @@ def rows_sent() -> dict[str, float]:
             where = exchange.round(plan, 0)
             # What goes to a device itself is not sent.
             if exchange.form == "ragged":
-                sizes = where.moves.sent[1].reshape(8, -1).sum(1)
+                _, sizes, *_ = where.moves.to_experts.slices
+                sizes = sizes.reshape(8, -1).sum(1)
                 rows = sizes.sum() - sizes[lax.axis_index("data")]
             else:
                 rows = jnp.int32(exchange.rows * 7 // 8)
