@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The number of places is a multiple of it, which products take better.
+# Places of a group are rounded up to a multiple of it, where there are as many rows.
 ROUND = 8
 
 

@@ -1,7 +1,7 @@
 """Grouped products in plain JAX: the specification of the op.
 
-The first rows of all groups are multiplied at once, and what an even load does not have in a loop,
-which runs as often as it takes: see `_places`.
+The first rows of all groups are multiplied at once, as many of each as an even load has. Rows
+beyond these are multiplied in a loop, which does not run where loads are even: see `_places`.
 """
 
 from collections.abc import Callable
