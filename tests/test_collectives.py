@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from machines import devices_of
 
 from shardlib.compiled._collectives import Collective, collectives, summary
-from shardlib.compiled._hlo import IF_UNEVEN
+from shardlib.compiled._source_lines import IF_UNEVEN
 
 
 def mesh_of(machine, slices=1, **axes):

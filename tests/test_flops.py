@@ -110,6 +110,19 @@ def flops(function, *shapes):
     return flops_of(jax.make_jaxpr(function)(*(jnp.zeros(shape) for shape in shapes)))
 
 
+def test_loops_that_even_loads_do_not_run_count_for_nothing():
+    """Where derivatives wrap the scope of such a loop, too; the compiled program's likewise."""
+    x, w, sizes = jnp.ones((64, 8)), jnp.ones((4, 8, 16)), jnp.array([16] * 4)
+
+    def both(x, w):
+        product = lambda x, w: jnp.square(sl.kernels.grouped_matmul(x, w, sizes)).sum()
+        return jax.value_and_grad(product, (0, 1))(x, w)
+
+    found = flops_of(jax.make_jaxpr(both)(x, w))
+    assert (found.total, found.unknown) == (3 * 2 * 64 * 8 * 16, ())
+    assert compiled_flops(jax.jit(both).lower(x, w).compile()) == found.total
+
+
 def test_flops_count_loops_branches_and_devices():
     product = 2 * 4 * 4 * 4
     square = ((4, 4),)

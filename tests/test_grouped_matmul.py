@@ -70,6 +70,47 @@ def test_products_in_bfloat16_are_rounded_once(implementation):
     np.testing.assert_allclose(np.float64(y), expected, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "ragged_dot"])
+def test_sizes_may_be_small_integers(implementation):
+    x, w, sizes = drawn(300, 8), drawn(3, 8, 4, seed=1), (100, 120, 70)
+    y = grouped_matmul(x, w, jnp.array(sizes, "uint8"), implementation=implementation)
+    np.testing.assert_allclose(y, by_hand(x, w, sizes), atol=1e-4)
+
+
+@pytest.mark.parametrize("varies", ["rows", "sizes"])
+def test_rows_beyond_places_in_a_checked_shard_map(varies):
+    """Rows or sizes differ between devices, and the others do not."""
+    mesh = sl.make_mesh("data=2", devices=jax.devices()[:2])
+    w = drawn(4, 8, 4, seed=1)
+    x, gradient = drawn(2, 32, 8), drawn(2, 32, 4, seed=2)
+    sizes = np.array([(1, 28, 0, 2), (3, 2, 20, 1)])
+    if varies == "rows":
+        sizes[1] = sizes[0]
+    else:
+        x = jnp.stack([x[0]] * 2)
+
+    def both(x, w, sizes, gradient):
+        y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes), x, w)
+        of_x, of_w = back(gradient[0])
+        return y[None], of_x, of_w
+
+    def both_of_device(x, w, sizes, gradient):
+        if varies == "rows":
+            return both(x[0], w, sizes, gradient)
+        return both(x, w, sizes[0], gradient)
+
+    split, whole = P("data"), P()
+    specs = (split, whole, whole, split) if varies == "rows" else (whole, whole, split, split)
+    given = (x, w, sizes[0], gradient) if varies == "rows" else (x[0], w, sizes, gradient)
+    out_specs = (split, split if varies == "rows" else whole, whole)
+    mapped = jax.shard_map(both_of_device, mesh=mesh, in_specs=specs, out_specs=out_specs)
+    y, _, of_w = jax.jit(mapped)(*given)
+    expected = [gradients_by_hand(x[k], w, sizes[k], gradient[k]) for k in range(2)]
+    np.testing.assert_allclose(y, [by_hand(x[k], w, sizes[k]) for k in range(2)], atol=1e-4)
+    # JAX adds up the gradient to what devices have alike.
+    np.testing.assert_allclose(of_w, sum(of_w for _, of_w in expected), atol=1e-4)
+
+
 def test_several_matrices_are_multiplied_with_the_same_rows():
     x, up, gate = drawn(16, 8), drawn(3, 8, 6, seed=1), drawn(3, 8, 10, seed=2)
     sizes = jnp.array([3, 9, 2])

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from shardlib.checks import _arguments as check
 from shardlib.compiled._kernel_products import call_multiplies
-from shardlib.compiled._source_lines import stack_lines
+from shardlib.compiled._source_lines import is_if_uneven, stack_lines
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,6 @@ class Run:
     conditional: bool = False
 
 
-# The scope of a loop that does not run where loads are even, which is what plans are made for.
-IF_UNEVEN = "if_uneven"
-
 # No type has a space before a word and a parenthesis, so the first such word is the opcode.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\) -> .*\{$")
@@ -186,7 +183,7 @@ class Program:
         count = self.trip_count(scope, made)
         if count is not None:
             return replace(run, times=run.times * count, further=run.further * count)
-        if IF_UNEVEN in self.origin(scope, made)[0].split("/"):
+        if is_if_uneven(self.origin(scope, made)[0]):
             return replace(run, times=0, further=run.further or run.times, known=False)
         return replace(run, known=False)
 

@@ -26,6 +26,18 @@ _FOLDERS_OF_OTHERS = (
     Path(sysconfig.get_paths()["platlib"]),
 )
 
+# The scope of a loop that does not run where loads are even, which is what plans are made for.
+IF_UNEVEN = "if_uneven"
+
+
+def is_if_uneven(name_stack: str) -> bool:
+    """Whether a name stack is within the scope `IF_UNEVEN`, which a derivative may wrap.
+
+    >>> is_if_uneven("jit(f)/transpose(jvp(if_uneven))/while"), is_if_uneven("jit(f)/while")
+    (True, False)
+    """
+    return re.search(rf"\b{IF_UNEVEN}\b", name_stack) is not None
+
 
 def is_of_user(file: str) -> bool:
     """Whether a file is neither ours, nor installed, nor Python's own.

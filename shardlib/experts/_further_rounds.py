@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from shardlib.compiled._hlo import IF_UNEVEN
+from shardlib.compiled._source_lines import IF_UNEVEN
 from shardlib.kernels._shards import as_varying, varying
 from shardlib.tracing._jaxpr import evaluate
 

@@ -21,7 +21,7 @@ from typing import Any
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
-from shardlib.compiled._hlo import IF_UNEVEN
+from shardlib.compiled._source_lines import is_if_uneven
 from shardlib.layouts._checkpoint_policies import CUDNN_ATTENTION
 from shardlib.tracing._jaxpr import held_functions, open_jaxpr
 
@@ -159,7 +159,7 @@ def _walk_while(equation: Any, place: _Place, count: _Count) -> None:
     If it has products, it is noted as unknown, so that nobody takes the count for all there is. One
     that does not run where loads are even counts for nothing.
     """
-    if IF_UNEVEN in str(equation.source_info.name_stack).split("/"):
+    if is_if_uneven(str(equation.source_info.name_stack)):
         return
     inner = _Count()
     _walk_held(equation, place.inside(equation), inner)

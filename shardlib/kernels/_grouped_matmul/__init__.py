@@ -15,7 +15,7 @@ scattered:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -102,11 +102,11 @@ def grouped_matmul(
         for matrix, one in zip(matrices, layouts, strict=True)
     )
     call = Call(chosen, tuple(layouts))
-    x, *matrices = varying_alike(x, *matrices)
+    x, sizes, *matrices = varying_alike(x, groups.sizes, *matrices)
     if 0 in (x.size, *(matrix.size for matrix in matrices)):
         made = [jnp.zeros((x.shape[0], matrix.shape[2]), x.dtype) for matrix in matrices]
     else:
-        made = cast("list[jax.Array]", _products(call, x, matrices, groups.sizes))
+        made = cast("list[jax.Array]", _products(call, x, matrices, sizes))
     return tuple(made) if several else made[0]
 
 
@@ -156,7 +156,8 @@ def _checked_groups(groups: Any, x: jax.Array, count: int) -> Groups:
         )
     if not isinstance(sizes, Tracer):
         _check_sizes(sizes, x.shape[0] // sizes.shape[0])
-    return groups
+    # Sums of sizes may not fit in the integers that these are.
+    return replace(groups, sizes=sizes.astype(jnp.int32))
 
 
 def _check_sizes(sizes: jax.Array, rows: int) -> None:

@@ -29,7 +29,7 @@ def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         w: (groups, features, columns).
         sizes: (groups,), how many rows each group has, one group after the other.
     """
-    y = lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+    y = lax.ragged_dot(x, w, sizes, preferred_element_type=wide(x))
     return only_grouped(y.astype(x.dtype), sizes)
 
 
@@ -37,10 +37,15 @@ def backward(
     x: jax.Array, w: jax.Array, sizes: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients to the rows and to the matrices."""
-    of_x = lax.ragged_dot(gradient, w.mT, sizes, preferred_element_type=jnp.float32)
+    of_x = lax.ragged_dot(gradient, w.mT, sizes, preferred_element_type=wide(x))
     # Where a sum runs over all rows, those of no group may hold anything on both sides.
     x, gradient = only_grouped(x, sizes), only_grouped(gradient, sizes)
     of_w: Any = lax.ragged_dot_general(
-        x, gradient, sizes, _BY_GROUP, preferred_element_type=jnp.float32
+        x, gradient, sizes, _BY_GROUP, preferred_element_type=wide(x)
     )
     return only_grouped(of_x.astype(x.dtype), sizes), of_w.astype(w.dtype)
+
+
+def wide(x: jax.Array) -> Any:
+    """The dtype in which products of an array are summed: float32 at least."""
+    return jnp.promote_types(x.dtype, jnp.float32)

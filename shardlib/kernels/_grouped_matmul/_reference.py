@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.compiled._hlo import IF_UNEVEN
+from shardlib.compiled._source_lines import IF_UNEVEN
 from shardlib.kernels._grouped_matmul._places import Places, Tile
 from shardlib.kernels._shards import as_varying, varying
 
