@@ -153,7 +153,7 @@ class _Chart:
         """A row for each expert, whose boxes are coloured by load."""
         yield f'<text x="{_LEFT}" y="{_TOP - 8}" fill="black">load by expert</text>'
         row = self.loads_height / self.experts
-        shown = range(0, len(loads), max(1, len(loads) // _COLUMNS))
+        shown = range(0, len(loads), -(-len(loads) // _COLUMNS))
         width = (_WIDTH - _LEFT - _RIGHT) / len(shown)
         for expert in range(self.experts):
             y = _TOP + row * expert
