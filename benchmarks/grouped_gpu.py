@@ -8,15 +8,15 @@ and forward and backward, for the shapes of the experts of three models and thre
 - `one`: a single group has all rows.
 
 `of_product` is the FLOP/s of the products that are needed over those of one product of two square
-matrices of 8,192 in the same run. `torch` is PyTorch's `torch._grouped_mm`, if PyTorch is there,
-under `torch.compile`'s default mode off: the kernel alone. `worst_error` is the largest difference
-from float64, over the largest number.
+matrices of 8,192 in the same run. `torch` is PyTorch's `torch._grouped_mm`, if PyTorch is there.
+`worst_error` is the largest difference from float64, over the largest number.
 
     python -m benchmarks.grouped_gpu --json
     python -m benchmarks.grouped_gpu --tiny      # to try the path on a CPU
 """
 
 import argparse
+import datetime
 import importlib
 import importlib.util
 import json
@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some of it
@@ -35,10 +36,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._report import report
+from shardlib import kernels
 from shardlib.kernels import grouped_matmul
 
-IMPLEMENTATIONS = ("reference", "ragged_dot")
+IMPLEMENTATIONS = ("reference", "gpu", "ragged_dot")
 LOADS = ("even", "drawn", "one")
+OP = "grouped_matmul"
+TABLE = Path(kernels.__file__).parent / "measured.json"
 TURNS, CALLS, SQUARE = 5, 10, 8192
 
 
@@ -72,22 +76,61 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; speeds mean nothing")
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        default=IMPLEMENTATIONS[:2],
+        help="of `grouped_matmul`; by default not `ragged_dot`, which multiplies all rows with all "
+        "matrices here",
+    )
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="write the times of drawn loads into the table by which the op chooses",
+    )
     arguments = parser.parse_args()
     side = 64 if arguments.tiny else SQUARE
     square = jnp.ones((side, side), jnp.bfloat16)
     product_flops = 2 * side**3 / seconds(jnp.matmul, square, square)
+    implementations = arguments.implementations
     figures: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "product_flops": product_flops,
-        "worst_error": max(error(one, load) for one in IMPLEMENTATIONS for load in LOADS),
+        "worst_error": max(error(one, load) for one in implementations for load in LOADS),
     }
-    for name, shape in (TINY if arguments.tiny else SHAPES).items():
+    shapes = TINY if arguments.tiny else SHAPES
+    for name, shape in shapes.items():
         found = {}
         for load in LOADS:
-            found[load] = measured(shape, load, product_flops)
+            found[load] = measured(shape, load, implementations, product_flops)
             print(name, load, json.dumps(found[load]), file=sys.stderr, flush=True)
         figures[name] = found
+    if arguments.save:
+        drawn = {shapes[name].features: figures[name]["drawn"]["seconds"] for name in shapes}
+        save(figures["device"], drawn, implementations)
     report("grouped_gpu", figures, {"worst_error": 2**-7}, arguments.json)
+
+
+def save(
+    device: str, seconds_by_row: dict[int, dict[str, Any]], implementations: list[str]
+) -> None:
+    """Write times, by the features of a row, into the table by which the op chooses."""
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "jax": jax.__version__,
+        "by": "benchmarks.grouped_gpu --save",
+    }
+    kept = []
+    for line in json.loads(TABLE.read_text()):
+        if (line["op"], line["device"]) != (OP, device):
+            kept.append(line)
+    for row, found in seconds_by_row.items():
+        of_row = {"op": OP, "device": device, "dtype": "bfloat16", "row": row, **about}
+        for name in implementations:
+            kept.append({**of_row, "implementation": name, "time": found[name]["back"]})
+    lines = ",\n".join(f"  {json.dumps(line)}" for line in kept)
+    TABLE.write_text(f"[\n{lines}\n]\n")
 
 
 def sizes_of(shape: Shape, load: str) -> np.ndarray:
@@ -130,10 +173,12 @@ def there_and_back(implementation: str) -> Callable[..., Any]:
     return both
 
 
-def measured(shape: Shape, load: str, product_flops: float) -> dict[str, Any]:
+def measured(
+    shape: Shape, load: str, implementations: list[str], product_flops: float
+) -> dict[str, Any]:
     """Seconds and speed of each implementation under a load."""
     arrays, found = arrays_of(shape, load), {}
-    for implementation in IMPLEMENTATIONS:
+    for implementation in implementations:
         ways = {"forward": forward(implementation), "back": there_and_back(implementation)}
         found[implementation] = {way: seconds(run, *arrays) for way, run in ways.items()}
     del arrays
@@ -201,7 +246,7 @@ def by_torch(shape: Shape, load: str) -> dict[str, float]:
 
 def error(implementation: str, load: str) -> float:
     """The largest difference from float64, over the largest number, of results and gradients."""
-    shape = Shape(1024, 256, 128, 8)
+    shape = Shape(1024, 256, 384, 8)
     x, w, sizes, gradient = arrays_of(shape, load)
     found = jax.jit(there_and_back(implementation))(x, w, sizes, gradient)
     exact_x, exact_w, exact_gradient = (np.asarray(one, np.float64) for one in (x, w, gradient))

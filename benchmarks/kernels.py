@@ -33,7 +33,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -381,6 +381,10 @@ def main() -> None:
         default="",
         help="some of the machines to compile for; by default all that can be",
     )
+    parser.add_argument("--ops", nargs="+", choices=tuple(OPS), default=tuple(OPS), help="some ops")
+    parser.add_argument(
+        "--times", action="store_true", help="on a GPU only the times: no errors against float64"
+    )
     arguments = parser.parse_args()
     gpu = jax.default_backend() == "gpu" if importlib.util.find_spec("jax_plugins") else False
     if not gpu:
@@ -394,7 +398,7 @@ def main() -> None:
     ]
     results: list[dict[str, Any]] = []
     failures, refused, worst = [], [], None
-    for op in OPS:
+    for op in () if gpu and arguments.times else arguments.ops:
         for implementation in ("reference", "tpu", "gpu"):
             for dtype, shapes in OPS[op].shapes.items():
                 line: dict[str, Any] = {"op": op, "implementation": implementation, "dtype": dtype}
@@ -438,15 +442,18 @@ def main() -> None:
     figures: dict[str, Any] = {"compile_failures": len(failures), "bytes_ratio_max": worst}
     figures |= {"targets": targets, "failures": failures, "refused": refused, "results": results}
     if gpu:
-        figures |= _measured(arguments.save, failures)
+        figures |= _measured(arguments.ops, arguments.save, failures)
         figures["compile_failures"] = len(failures)
     if arguments.plot:
         arguments.plot.write_text(plot(results))
     report("kernels", figures, BOUNDS, arguments.json)
 
 
-def _measured(save: bool, failures: list[str]) -> dict[str, Any]:
-    """Times on this GPU beside plain XLA and PyTorch, and the ceiling of its memory."""
+def _measured(ops: Sequence[str], save: bool, failures: list[str]) -> dict[str, Any]:
+    """Times of some ops on this GPU beside plain XLA and PyTorch, and the ceiling of its memory.
+
+    With `save` they replace those in the table of ops of the same names on the same device.
+    """
     device, big = jax.devices()[0].device_kind, jnp.ones((2**15, 2**14), jnp.bfloat16)
     copy = 2 * big.nbytes / timed(lambda x: x + 1, big)
     squares = {dtype: big[:8192, :8192].astype(dtype) for dtype in HEADS}
@@ -458,7 +465,7 @@ def _measured(save: bool, failures: list[str]) -> dict[str, Any]:
         "by": "benchmarks.kernels --save",
     }
     lines, table = [], []
-    for op in OPS:
+    for op in ops:
         names = ["reference", "gpu", *["tokamax"] * ("norm" in op and installed("tokamax"))]
         for dtype, shapes in OPS[op].shapes.items():
             for shape in shapes:
@@ -502,7 +509,11 @@ def _measured(save: bool, failures: list[str]) -> dict[str, Any]:
                     ]
                 print(json.dumps(line), file=sys.stderr, flush=True)
     if save:
-        others = [line for line in json.loads(TABLE.read_text()) if line["device"] != device]
+        others = [
+            line
+            for line in json.loads(TABLE.read_text())
+            if line["device"] != device or line["op"] not in ops
+        ]
         TABLE.write_text(
             "[\n" + ",\n".join(f"  {json.dumps(line)}" for line in [*others, *table]) + "\n]\n"
         )

@@ -285,7 +285,7 @@ def test_what_runs_is_explained():
         ((8, 4), (2, 4, 4), [7, 2], {}, "no more together than there are rows"),
         ((8, 4), (2, 4, 4), [-1, 2], {}, "sizes are not negative"),
         ((8, 4), (2, 4, 4), [1, 2], {"names": ("act_embed",)}, "two names"),
-        ((8, 4), (2, 4, 4), [1, 2], {"implementation": "gpu"}, "there are `reference`, `tpu`"),
+        ((8, 4), (2, 4, 4), [1, 2], {"implementation": "cuda"}, "there are `reference`, `tpu`"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(x, w, groups, options, message):

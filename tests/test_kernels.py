@@ -137,7 +137,12 @@ def test_kernels_accept_rows_of_any_length(op, implementation, row):
     )
     wanted = true(op, arrays, {}, some(found[0]))
     near(found[0], wanted[0], 6 * ROUNDING["float32"])
-    near(found[1], wanted[1], 6 * ROUNDING["float32"], 0.1)
+    tolerance, least = 6 * ROUNDING["float32"], 0.1
+    if op.name == "norm" and row == 1:
+        # The only number is its own mean, and its gradient the difference of two equal products,
+        # each as large as the factor of the norm. A GPU may round but one of the two.
+        tolerance, least = 2**-23, 1e-6**-0.5
+    near(found[1], wanted[1], tolerance, least)
 
 
 @every_op

@@ -29,18 +29,22 @@ class Ring:
     free: Any  # barriers: a step has been computed
     stages: int
 
-    def copy_in(self, steps: Any, parts: Callable[[jax.Array], Sequence[Any]]) -> None:
+    def copy_in(
+        self, steps: Any, parts: Callable[[jax.Array], Sequence[Any]], before: Any = 0
+    ) -> None:
         """Copy operands to shared memory step by step, as far ahead as buffers are free.
 
         Args:
             steps: how many there are, a number or a traced one.
             parts: from a step to the parts of the operands that it needs.
+            before: how many steps were copied before these.
         """
 
         @pl.loop(0, steps)
         def _(k: jax.Array) -> None:
-            slot = self.slot(k)
-            pl.when(k >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+            slot = self.slot(before + k)
+            is_used = before + k >= self.stages
+            pl.when(is_used)(lambda: plgpu.barrier_wait(self.free.at[slot]))
             for part, buffer in zip(parts(k), self.buffers, strict=True):
                 plgpu.copy_gmem_to_smem(part, buffer.at[slot], self.ready.at[slot])
 

@@ -45,6 +45,7 @@ OP = "grouped_matmul"
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
     Implementation("tpu", "tpu", f"{__name__}._tpu"),
+    Implementation("gpu", "gpu", f"{__name__}._gpu"),
     Implementation("ragged_dot", None, f"{__name__}._ragged_dot"),
 )
 
