@@ -397,6 +397,11 @@ def _lines_of(name: str) -> tuple[Mapping[str, Any], ...]:
 ABOUT_AS_FAST = 1.06
 
 
+# How the names of devices begin whose chips are those of a device that was measured. An H100 has
+# less memory than an H200, and a lower bandwidth.
+ALIKE = {"NVIDIA H100": "NVIDIA H200"}
+
+
 @dataclass(frozen=True)
 class Ranking:
     """Implementations, the fastest first, and what says so: see `Explained.decided_by`."""
@@ -411,11 +416,16 @@ def ranking(task: Task) -> Ranking:
     Measured times decide. Where there are none for the device, its compiler's programs do: by the
     seconds that they take at least, or by their temporaries where these are about the same.
     """
+    assert task.device is not None
     # A clock knows what no count of bytes does: how well the two overlap.
-    measured = _nearest(measurements(), task)
+    kind = task.device.kind
+    measured = _nearest(measurements(), task, kind)
+    for prefix, alike in ALIKE.items():
+        if not measured and kind.startswith(prefix):
+            measured = _nearest(measurements(), task, alike)
     if measured:
         return _ranked("measured", sorted(measured, key=lambda line: line["time"]))
-    compiled = [line for line in _nearest(programs(), task) if "failed" not in line]
+    compiled = [line for line in _nearest(programs(), task, kind) if "failed" not in line]
     if compiled:
         return _ranked("compiled", _by_programs(compiled))
     return Ranking("default", ())
@@ -446,14 +456,15 @@ def _by_programs(lines: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(lines, key=cost)
 
 
-def _nearest(table: Sequence[Mapping[str, Any]], task: Task) -> list[Mapping[str, Any]]:
-    """The lines for a task's op and kind of device whose length is nearest to the task's.
+def _nearest(
+    table: Sequence[Mapping[str, Any]], task: Task, kind: str
+) -> list[Mapping[str, Any]]:
+    """The lines for a task's op on a kind of device whose length is nearest to the task's.
 
     Lengths are compared by their ratio. Lines of the task's dtype are taken if there are any.
     """
-    assert task.device is not None
     x = next(iter(task.arrays.values()))
-    lines = _lines_for(table, task.op, task.device.kind, str(x.dtype))
+    lines = _lines_for(table, task.op, kind, str(x.dtype))
     if not lines:
         return []
     # Rows of twice the length are as far off as rows of half of it.
