@@ -40,7 +40,7 @@ LAYERS = [
         "tracing",
         "_jaxpr _row_rules _rows _flops _row_gradients _lookup_forms _lookups _linearize _device_bytes "
         "_activation_codecs _compressed_saves _sign_checks "
-        "_block_paths _block_places _block_costs _block_activations _layer_policies _copied_ahead _layer_runs _chain_scan _chain_loops _region",
+        "_block_paths _block_places _manual_axes _block_costs _block_activations _layer_policies _copied_ahead _layer_runs _chain_scan _chain_loops _region",
     ),
     ("tracing", "_layer_uses _weight_values _bound_weights _stored_weights"),
     ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),
@@ -61,7 +61,7 @@ LAYERS = [
         "_layouts _ring _ring_passes _ulysses",
     ),
     ("kernels", "_activations _rotary _projections _softmax _norm _linear_cross_entropy"),
-    ("kernels._grouped_matmul", "_places _reference _ragged_dot _tpu"),
+    ("kernels._grouped_matmul", "_places _reference _ragged_dot _tpu _gpu"),
     ("kernels", "_grouped_matmul _attention _on_shards"),
     (
         "collectives",

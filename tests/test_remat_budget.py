@@ -17,6 +17,7 @@ from models import gpt
 from shardlib.compiled._memory import peak_bytes
 from shardlib.step._remat_budget import fit_remat, loops_of
 from shardlib.tracing._block_costs import Costs, HostRoom, choices_of
+from shardlib.tracing._block_places import TracedLoss
 from shardlib.tracing._flops import flops_of
 from shardlib.tracing._layer_runs import Run, loop_in_runs
 
@@ -248,11 +249,12 @@ def traced_loss(remat="full"):
     with sl.use(sl.rules.data, sl.make_mesh("data=8"), remat=remat):
         model = nnx.eval_shape(lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0)))
         graph, params = nnx.split(model)
-        return jax.make_jaxpr(lambda p: gpt.loss(nnx.merge(graph, p), BATCH).total)(params)
+        traced = jax.make_jaxpr(lambda p: gpt.loss(nnx.merge(graph, p), BATCH).total)(params)
+        return TracedLoss(traced.jaxpr)
 
 
 def marked_block():
-    (loop,) = loops_of(traced_loss().jaxpr)
+    (loop,) = loops_of(traced_loss())
     (block,) = loop.blocks
     return block
 
@@ -350,7 +352,7 @@ def test_the_host_gets_what_is_copied_while_a_block_is_computed():
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.35, 0.5, 0.8, 1.0])
 def test_a_budget_spends_its_memory_as_an_exhaustive_search_would(share):
     """Where peaks are sums of sizes, within one layer's smallest choice."""
-    loops = loops_of(traced_loss().jaxpr)
+    loops = loops_of(traced_loss())
     assert [loop.times for loop in loops] == [LAYERS]
     whole, base = LAYERS * choices()[-1].size, 10**6
     sizes = {sl.Remat(choice.names): choice.size for choice in choices()}
@@ -382,7 +384,7 @@ def test_a_budget_spends_its_memory_as_an_exhaustive_search_would(share):
 @pytest.mark.parametrize("layers_on_host", [1, 3, 5])
 def test_a_budget_below_the_inputs_of_blocks_has_them_on_the_host(layers_on_host):
     """Where peaks are sums of sizes, as many layers as must have their input there."""
-    loops = loops_of(traced_loss().jaxpr)
+    loops = loops_of(traced_loss())
     costs = Costs.of(marked_block())
     (size,) = costs.bytes_by_name.inputs.values()
 
@@ -405,11 +407,11 @@ def test_a_budget_below_the_inputs_of_blocks_has_them_on_the_host(layers_on_host
 
 def test_a_budget_that_nothing_meets_is_refused():
     with pytest.raises(ValueError, match="takes 1.0 MiB where blocks keep their inputs alone"):
-        fit_remat(1000, loops_of(traced_loss().jaxpr), lambda remat: 2**20)
+        fit_remat(1000, loops_of(traced_loss()), lambda remat: 2**20)
     host = HostRoom(("block_in",))
     keeps = r'keep the least, `sl.Remat.offload\("block_in"\)`'
     with pytest.raises(ValueError, match=keeps):
-        fit_remat(1000, loops_of(traced_loss().jaxpr), lambda remat: 2**20, host=host)
+        fit_remat(1000, loops_of(traced_loss()), lambda remat: 2**20, host=host)
 
 
 def test_a_budget_refuses_names_for_the_host_that_no_activation_has():

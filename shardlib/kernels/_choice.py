@@ -456,9 +456,7 @@ def _by_programs(lines: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(lines, key=cost)
 
 
-def _nearest(
-    table: Sequence[Mapping[str, Any]], task: Task, kind: str
-) -> list[Mapping[str, Any]]:
+def _nearest(table: Sequence[Mapping[str, Any]], task: Task, kind: str) -> list[Mapping[str, Any]]:
     """The lines for a task's op on a kind of device whose length is nearest to the task's.
 
     Lengths are compared by their ratio. Lines of the task's dtype are taken if there are any.

@@ -101,7 +101,7 @@ def activations_of(step: Any, state: Any, batch: Any) -> tuple[Activation, ...]:
         rows.add_all(_loops_that_keep_all(step, state, batch), policy_of(None))
     elif kept.dropped:
         # Where parts are dropped, blocks have no mark of their own in the trace, only the parts do.
-        loss = traced_loss(step, state, batch).jaxpr
+        loss = traced_loss(step, state, batch)
         rows.add_all(loops_with_parts(loss, weights_of(state)), policy_of(None))
     elif kept.chain is not None:
         rows.add_chain(placed_of(step, state, batch), kept.chain)
@@ -129,7 +129,7 @@ def _is_told_by_place(equation: Any) -> bool:
 
 def placed_of(step: Step, state: Any, batch: Any) -> list[PlacedLoop]:
     """The marked blocks of a step, in the order of their calls."""
-    return placed_blocks(traced_loss(step, state, batch).jaxpr, weights_of(state))
+    return placed_blocks(traced_loss(step, state, batch), weights_of(state))
 
 
 def loops_of_step(step: Step, state: Any, batch: Any) -> list[PlacedLoop]:

@@ -36,6 +36,7 @@ from shardlib.step._promoted_products import describe_widened, widened
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
 from shardlib.step._varying import describe_varying, sends_between, varying_outputs
+from shardlib.tracing._block_places import TracedLoss
 from shardlib.tracing._chain_loops import holder_of_loops, loops_over_blocks
 from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, line_of, open_jaxpr
 from shardlib.tracing._sign_checks import readers_of_values
@@ -95,7 +96,8 @@ def check_loss(
     _check_traced(traced, strategy)
     scope = current_scope()
     if scope is not None and scope.used is not None:
-        scope.used.losses[:] = [jaxpr]
+        mesh = jax.sharding.get_abstract_mesh()
+        scope.used.losses[:] = [TracedLoss(jaxpr.jaxpr, mesh)]
 
 
 def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:

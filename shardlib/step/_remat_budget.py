@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from shardlib._text import human_bytes, table
@@ -27,7 +26,7 @@ from shardlib.layouts._remat_text import plain_remat, remat_code
 from shardlib.machine._chips import chip_of
 from shardlib.step._strategy import Strategy
 from shardlib.tracing._block_costs import NO_HOST, Choice, Costs, HostRoom
-from shardlib.tracing._block_places import PlacedLoop, placed_blocks
+from shardlib.tracing._block_places import PlacedLoop, TracedLoss, placed_blocks
 
 # So many programs are compiled at most, and none after one that fills this share of the budget.
 _MOST_PROGRAMS = 6
@@ -42,13 +41,13 @@ _TIE = 1e-5
 _FEWER_KINDS = 0.009
 
 
-def loops_of(jaxpr: Jaxpr, weights: int | None = None) -> list[PlacedLoop]:
+def loops_of(loss: TracedLoss, weights: int | None = None) -> list[PlacedLoop]:
     """The marked blocks of a traced loss, by the loops that they are called in, in order.
 
     So many of its first inputs are `weights`, or all. A block that is called once is a loop of one
     turn.
     """
-    return placed_blocks(jaxpr, len(jaxpr.invars) if weights is None else weights)
+    return placed_blocks(loss, len(loss.jaxpr.invars) if weights is None else weights)
 
 
 def host_room(strategy: Strategy, names: tuple[str, ...], loops: Sequence[PlacedLoop]) -> HostRoom:

@@ -182,7 +182,7 @@ class Step:
         weights = len(jax.tree.leaves((state.params, state.frozen)))
         # Names that no activation has are refused with the trace.
         loss = traced_loss(self._with_remat(Remat(offloaded=budget.offload)), state, batch)
-        loops = loops_of(loss.jaxpr, weights)
+        loops = loops_of(loss, weights)
         host = host_room(self.strategy, budget.offload, loops)
         platform = self.strategy.device_mesh.devices.flat[0].platform
 

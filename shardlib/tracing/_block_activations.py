@@ -67,6 +67,7 @@ class BlockActivations:
 
     def __init__(self, placed: Placed) -> None:
         self.function = placed.function
+        self._mesh = placed.mesh
         self.costs = Costs.of(placed)
         # What has a derivative comes first in the function with its derivative.
         derived = inputs_with_derivatives(placed.function, placed.moving)
@@ -139,7 +140,7 @@ class BlockActivations:
         """
         found = []
         for name, function in parts_of(self.function):
-            costs = Costs.of_function(function)
+            costs = Costs.of_function(function, mesh=self._mesh)
             size = sum(costs.bytes_of(var) for var in _made(costs))
             found.append(Part(name, size, sum(costs.flops)))
         return found

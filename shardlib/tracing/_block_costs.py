@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.sharding import AbstractMesh
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from shardlib.layouts._checkpoint_policies import BESIDE, COMPRESSIBLE
@@ -37,6 +38,7 @@ from shardlib.tracing._jaxpr import (
     variables,
 )
 from shardlib.tracing._linearize import Partition
+from shardlib.tracing._manual_axes import in_manual_axes
 
 # Of choices that compute the same again, the one is better that copies less to the host, and then
 # the smaller one: the bytes of all names count as much as these shares of all that could run again.
@@ -159,7 +161,7 @@ class Costs:
         if not isinstance(block, Placed):
             return cls.of_function(open_jaxpr(block.params["jaxpr"]))
         own = [origin == Origin.OWN for origin in block.origins]
-        return cls.of_function(block.function, block.moving, own, host)
+        return cls.of_function(block.function, block.moving, own, host, block.mesh)
 
     @classmethod
     def of_function(
@@ -168,6 +170,7 @@ class Costs:
         moving: Sequence[bool] | None = None,
         own: Sequence[bool] | None = None,
         host: HostRoom = NO_HOST,
+        mesh: AbstractMesh | None = None,
     ) -> "Costs":
         """The same of a traced function.
 
@@ -176,9 +179,10 @@ class Costs:
             moving: which of its inputs have derivatives; all of them by default.
             own: which of its inputs each call of the block has for itself.
             host: what may be kept in the memory of the host.
+            mesh: for which it was traced, with the axes that were manual there.
         """
         derived = inputs_with_derivatives(function, moving)
-        jaxpr = _with_residuals(function, derived).jaxpr
+        jaxpr = in_manual_axes(mesh, lambda: _with_residuals(function, derived)).jaxpr
         bytes_of = DeviceBytes(jaxpr)
         # Equations that only the results of the block need never run again.
         again = behind(jaxpr, jaxpr.outvars, jaxpr.invars)

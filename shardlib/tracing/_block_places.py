@@ -21,6 +21,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, Literal
+from jax.sharding import AbstractMesh
 
 from shardlib.layouts._checkpoint_policies import PolicyOfPart
 from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, open_jaxpr, scan_parts
@@ -47,14 +48,15 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A marked block in a loss: its function, what it keeps, where its inputs come from, and how
-    often it is called.
+    """A marked block in a loss: its function, what it keeps, where its inputs come from, how often
+    it is called, and the mesh that it was traced for, with the axes that are manual there.
     """
 
     function: Jaxpr
     policy: Any
     sources: tuple[Source, ...]
     times: int = 1
+    mesh: AbstractMesh | None = None
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -83,26 +85,35 @@ class PlacedLoop:
     times: int
 
 
-def placed_blocks(loss: Jaxpr, weights: int) -> list[PlacedLoop]:
+@dataclass(frozen=True, eq=False)
+class TracedLoss:
+    """A loss as a step traces it, and the mesh, with the axes that are manual there."""
+
+    jaxpr: Jaxpr
+    mesh: AbstractMesh | None = None
+
+
+def placed_blocks(loss: TracedLoss, weights: int) -> list[PlacedLoop]:
     """The marked blocks of a traced loss, by the loops that they are called in, in order.
 
     `weights` is how many of its first inputs are weights. A block that is called once is a loop of
     one turn.
     """
-    return _Walk(_is_marked).loops(loss, _of_loss(loss, weights))
+    return _Walk(_is_marked, loss.mesh).loops(loss.jaxpr, _of_loss(loss, weights))
 
 
-def loops_with_parts(loss: Jaxpr, weights: int) -> list[PlacedLoop]:
+def loops_with_parts(loss: TracedLoss, weights: int) -> list[PlacedLoop]:
     """The bodies of loops whose blocks drop some of their parts: each stands for its blocks.
 
     In such a trace a block itself has no mark, and only the parts have one.
     """
-    return _Walk(_never, of_bodies=True).loops(loss, _of_loss(loss, weights))
+    walk = _Walk(_never, loss.mesh, of_bodies=True)
+    return walk.loops(loss.jaxpr, _of_loss(loss, weights))
 
 
-def _of_loss(loss: Jaxpr, weights: int) -> list[Source]:
+def _of_loss(loss: TracedLoss, weights: int) -> list[Source]:
     """Where the inputs of a loss come from."""
-    others = len(loss.invars) - weights
+    others = len(loss.jaxpr.invars) - weights
     return [_WEIGHT] * weights + [_OTHER] * others
 
 
@@ -126,11 +137,13 @@ class _Walk:
     """A walk through a loss.
 
     - `is_wanted`: which equations are blocks.
+    - `mesh`: for which the loss was traced.
     - `of_bodies`: whether the body of a loop is a block, where it has parts that are dropped.
     - `in_loop`: whether it is in a loop; `seen`: what is some block's own already.
     """
 
     is_wanted: Callable[[Any], bool]
+    mesh: AbstractMesh | None = None
     of_bodies: bool = False
     in_loop: bool = False
     seen: set[Any] = field(default_factory=set)
@@ -170,7 +183,7 @@ class _Walk:
                 self.seen.add(var)
             sources.append(source)
         function = open_jaxpr(equation.params["jaxpr"])
-        return Placed(function, equation.params["policy"], tuple(sources))
+        return Placed(function, equation.params["policy"], tuple(sources), mesh=self.mesh)
 
     def _of_scan(self, equation: Any, inputs: list[Source]) -> list[PlacedLoop]:
         """The blocks in the body of a loop.
@@ -182,7 +195,7 @@ class _Walk:
         inside = replace(self, in_loop=True, seen=set()).loops(body, sources)
         # Loops around that of the layers have the same parts in their bodies: the innermost counts.
         if not inside and self.of_bodies and any(parts_of(body)):
-            return [PlacedLoop((Placed(body, None, tuple(sources), length),), length)]
+            return [PlacedLoop((Placed(body, None, tuple(sources), length, self.mesh),), length)]
         return _repeated(inside, length)
 
     def _inside(self, equation: Any, inputs: list[Source]) -> list[PlacedLoop]:
