@@ -9,7 +9,7 @@
     tokens (batch, ..., width)      on the devices of the batch
 
 A device has room for a little more rows than an even load takes, and what does not fit is sent in
-further rounds. The first round is differentiated by JAX, and keeps what `remat` says. The others
+further rounds of fewer rows. The first round is differentiated by JAX, and keeps what `remat` says. The others
 are a loop that is run as often as it takes, and not at all where loads are even enough; backward,
 it computes each of its rounds again.
 """
@@ -246,8 +246,9 @@ class _Layer:
         first = partial(rounds.output, self.experts, jnp.int32(0), plan)
         if devices == 1:
             return first(operands), number
-        converted = without_captures(self.experts, weights, *rounds.shapes(x))
-        return all_rounds(rounds, first, converted, number, plan, operands), number
+        further = replace(rounds, exchange=exchange.further)
+        converted = without_captures(self.experts, weights, *further.shapes(x))
+        return all_rounds(further, first, converted, number, plan, operands), number
 
     def _split_tokens(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[Any, ...]:
         """A spec by which the tokens are split over axes that become manual.

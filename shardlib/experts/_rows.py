@@ -4,8 +4,10 @@
       |  sent, in rounds of a fixed number of rows
     rows of a device's experts      sorted by expert, and for each by the device they come from
 
-Every device knows how many rows each has for each expert, and so where each row goes. Buffers have
-a fixed size, a little more than an even load takes; what does not fit goes in a further round.
+Every device knows how many rows each has for each expert, and so where each row goes. The buffers
+of the first round have a fixed size, a little more than an even load takes. What does not fit goes
+in further rounds, whose buffers are a fraction of that: a program has memory for them whether they
+run or not.
 
     ragged   rows are sent to where they belong, in one collective that moves no others. A round
              ends where the fullest device is full.
@@ -17,7 +19,7 @@ token; D devices, E experts, L experts of a device, J rows that a device sends i
 that it gets, M width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -32,6 +34,8 @@ SENDING = get_args(Sending)
 # Rows of a buffer are a multiple of the largest of these that leaves it within its limit: tiles of
 # a kernel are whole.
 _MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)
+# So many times the rows of a further round fit in the first one.
+FURTHER_ROUNDS = 4
 
 
 class Plan(NamedTuple):
@@ -93,7 +97,8 @@ class RowExchange:
     - `experts`: how many experts there are on all of them.
     - `tokens`, `choices`: how many tokens a device has, and how many choices of a token.
     - `form`: of the collective.
-    - `buffer`: how many times the rows of an even load a device has room for.
+    - `buffer`: how many times the rows of an even load a device has room for in the first round.
+    - `is_further`: whether it is that of the rounds after the first one.
     """
 
     axes: tuple[str, ...]
@@ -103,6 +108,12 @@ class RowExchange:
     choices: int
     form: Sending
     buffer: float
+    is_further: bool = False
+
+    @property
+    def further(self) -> "RowExchange":
+        """The exchange of each round after the first one."""
+        return replace(self, is_further=True)
 
     @property
     def local_experts(self) -> int:
@@ -112,12 +123,21 @@ class RowExchange:
     @property
     def rows(self) -> int:
         """How many rows a device gets in a round at most."""
+        if self.devices == 1 or self.form == "ragged":
+            return self.room
+        return self.devices * self.room
+
+    @property
+    def room(self) -> int:
+        """How many rows fit in a round: for a device, or for a pair of devices if it is dense."""
         total = self.tokens * self.choices
         if self.devices == 1:
             return total
-        if self.form == "ragged":
-            return _room(total, self.buffer)
-        return self.devices * _room(-(-total // self.devices), self.buffer)
+        even = total if self.form == "ragged" else -(-total // self.devices)
+        room = _room(even, self.buffer)
+        if not self.is_further:
+            return room
+        return _rounded_up(-(-room // FURTHER_ROUNDS))
 
     def plan(self, expert_TK: jax.Array, wanted_TK: jax.Array) -> Plan:
         """Sort the choices of this device's tokens, and tell all devices how many there are."""
@@ -136,14 +156,20 @@ class RowExchange:
         if self.devices == 1:
             return jnp.int32(1)
         of_pairs_DD = plan.counts_DE.reshape(self.devices, self.devices, -1).sum(2)
+        most = of_pairs_DD.max()
         if self.form == "ragged":
-            most, room = of_pairs_DD.sum(0).max(), self.rows
-        else:
-            most, room = of_pairs_DD.max(), self.rows // self.devices
-        return jnp.maximum(-(-most // room), 1)
+            most = of_pairs_DD.sum(0).max()
+        left = jnp.maximum(most - self.room, 0)
+        return 1 - (-left // self.further.room)
+
+    def _before(self, number: Any) -> Any:
+        """How many rows fit in the rounds before the one of this number."""
+        if not self.is_further:
+            return 0
+        return replace(self, is_further=False).room + (number - 1) * self.room
 
     def round(self, plan: Plan, number: Any) -> Round:
-        """Where rows are in the round of this number."""
+        """Where rows are in the round of this number, which is 0 for the first one."""
         if self.devices == 1:
             return Round(plan.place_P, plan.order_P, plan.counts_DE[0], None)
         if self.form == "ragged":
@@ -178,10 +204,9 @@ class RowExchange:
         return lax.all_to_all(x_JM, self.axes, 0, 0, tiled=True)
 
     def _dense_round(self, plan: Plan, number: Any) -> Round:
-        """The rows of a pair of devices from `number` times its room on, as many as fit."""
+        """The rows of a pair of devices that are in no round before, as many as fit."""
         count = plan.order_P.shape[0]
-        room = self.rows // self.devices
-        first = number * room
+        room, first = self.room, self._before(number)
         me = lax.axis_index(self.axes)
         counts_DDL = plan.counts_DE.reshape(self.devices, self.devices, -1)
         to_D = counts_DDL[me].sum(1)
@@ -207,13 +232,13 @@ class RowExchange:
         return Round(place_P, source_J, sizes_L.astype(jnp.int32), moves)
 
     def _ragged_round(self, plan: Plan, number: Any) -> Round:
-        """The rows of a device from `number` times its room on, as many as fit.
+        """The rows of a device that are in no round before, as many as fit.
 
         Rows of a device are counted expert by expert, and those of one expert in the order of the
         devices that they come from.
         """
-        me, room = lax.axis_index(self.axes), self.rows
-        first = number * room
+        me, room = lax.axis_index(self.axes), self.room
+        first = self._before(number)
         counts_DE = plan.counts_DE
         # Of each device's rows for each expert: where they begin among all of the device that gets
         # them, and among all of the device that sends them.
@@ -261,6 +286,15 @@ def _room(even: int, buffer: float) -> int:
         if rows >= even:
             return rows
     return even
+
+
+def _rounded_up(part: int) -> int:
+    """The rows of a buffer for so many: not many more, in whole tiles."""
+    for multiple in _MULTIPLES:
+        rows = -(-part // multiple) * multiple
+        if rows <= 1.25 * part:
+            return rows
+    return part
 
 
 def _order(expert_P: jax.Array, most: int) -> jax.Array:
