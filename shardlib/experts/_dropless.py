@@ -9,9 +9,9 @@
     tokens (batch, ..., width)      on the devices of the batch
 
 A device has room for a little more rows than an even load takes, and what does not fit is sent in
-further rounds of fewer rows. The first round is differentiated by JAX, and keeps what `remat` says. The others
-are a loop that is run as often as it takes, and not at all where loads are even enough; backward,
-it computes each of its rounds again.
+further rounds of fewer rows. The first round is differentiated by JAX, and keeps what `remat` says.
+The others are a loop that is run as often as it takes, and not at all where loads are even enough;
+backward, it computes each of its rounds again.
 """
 
 from collections.abc import Callable

@@ -156,7 +156,7 @@ class _Tile:
     steps: jax.Array
     column: jax.Array
     parts: Callable[[jax.Array], Sequence[Any]]
-    write: Callable[[jax.Array, jax.Array, "_Staging"], None]
+    write: Callable[[int, jax.Array, "_Staging"], None]
     exists: Any = True
     counts: Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None = None
 
@@ -202,7 +202,7 @@ class _RowProduct:
                 found.append(w.at[(group, *where)])
             return found
 
-        def write(warpgroup: jax.Array, z: jax.Array, staging: "_Staging") -> None:
+        def write(warpgroup: int, z: jax.Array, staging: "_Staging") -> None:
             for i in range(0, ROWS, QUARTER):
                 for j in range(0, COLUMNS, QUARTER):
                     columns = pl.ds(_first_column(column, warpgroup) + j, QUARTER)
@@ -255,7 +255,7 @@ class _MatrixProduct:
                 found.append(gradient.at[rows, _columns(column, one, self.columns)])
             return found
 
-        def write(warpgroup: jax.Array, z: jax.Array, staging: "_Staging") -> None:
+        def write(warpgroup: int, z: jax.Array, staging: "_Staging") -> None:
             for i in range(0, ROWS, QUARTER):
                 for j in range(0, COLUMNS, QUARTER):
                     columns = pl.ds(_first_column(column, warpgroup) + j, QUARTER)
