@@ -61,7 +61,7 @@ LAYERS = [
         "_layouts _ring _ring_passes _ulysses",
     ),
     ("kernels", "_activations _rotary _projections _softmax _norm _linear_cross_entropy"),
-    ("kernels._grouped_matmul", "_places _reference _ragged_dot _tpu _gpu"),
+    ("kernels._grouped_matmul", "_places _reference _ragged_dot _tpu _gpu_staging _gpu"),
     ("kernels", "_grouped_matmul _attention _on_shards"),
     (
         "collectives",

@@ -41,6 +41,24 @@ def gradients_by_hand(x, w, sizes, gradient):
     return of_x, of_w
 
 
+def lowered_with_gradients(mesh, rows, features, columns, count, implementation):
+    """A product of shapes and both gradients, on a mesh whose devices need not be there."""
+
+    def both(x, w, sizes, gradient):
+        def product(x, w):
+            return grouped_matmul(x, w, sizes, names=NAMES, implementation=implementation)
+
+        y, back = jax.vjp(product, x, w)
+        return y, back(gradient)
+
+    def shape(*dims, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, P()))
+
+    arrays = shape(rows, features), shape(count, features, columns)
+    with sl.use(sl.rules.data, mesh):
+        return jax.jit(both).lower(*arrays, shape(count, dtype="int32"), shape(rows, columns))
+
+
 @pytest.mark.parametrize("implementation", ["reference", "ragged_dot", "tpu_simulated"])
 @pytest.mark.parametrize(
     ("rows", "sizes"), [(256, SIZES), (256, (0, 256, 0, 0)), (130, (5, 6, 7, 0)), (128, (0,) * 4)]
@@ -173,18 +191,7 @@ def test_products_take_what_their_rows_take():
     mesh = mesh_on("v5e:2x2", "data=4")
     rows, features, columns, count = 1024, 256, 384, 8
 
-    def both(x, w, sizes, gradient):
-        y, back = jax.vjp(
-            lambda x, w: grouped_matmul(x, w, sizes, names=NAMES, implementation="tpu"), x, w
-        )
-        return y, back(gradient)
-
-    def shape(*dims, dtype="bfloat16"):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, P()))
-
-    arrays = shape(rows, features), shape(count, features, columns)
-    with sl.use(sl.rules.data, mesh):
-        lowered = jax.jit(both).lower(*arrays, shape(count, dtype="int32"), shape(rows, columns))
+    lowered = lowered_with_gradients(mesh, rows, features, columns, count, "tpu")
     analysis = compile_for(mesh, lowered).cost_analysis()
     analysis = analysis[0] if isinstance(analysis, list) else analysis
     flops = 3 * 2 * rows * features * columns
@@ -198,18 +205,7 @@ def test_products_on_gpus_take_what_their_rows_take(count):
     mesh = mesh_on("h200:1x1x1", "data=1")
     rows, features, columns = 8192, 256, 512
 
-    def both(x, w, sizes, gradient):
-        y, back = jax.vjp(
-            lambda x, w: grouped_matmul(x, w, sizes, names=NAMES, implementation="reference"), x, w
-        )
-        return y, back(gradient)
-
-    def shape(*dims, dtype="bfloat16"):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, P()))
-
-    arrays = shape(rows, features), shape(count, features, columns)
-    with sl.use(sl.rules.data, mesh):
-        lowered = jax.jit(both).lower(*arrays, shape(count, dtype="int32"), shape(rows, columns))
+    lowered = lowered_with_gradients(mesh, rows, features, columns, count, "reference")
     flops = 3 * 2 * rows * features * columns
     assert compiled_flops(compile_for(mesh, lowered)) == flops
 

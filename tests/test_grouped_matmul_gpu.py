@@ -5,14 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from machines import compile_for, mesh_on
-from test_grouped_matmul import by_hand, drawn, gradients_by_hand
+from test_grouped_matmul import by_hand, drawn, gradients_by_hand, lowered_with_gradients
 
-import shardlib as sl
 from shardlib.compiled._kernel_products import call_multiplies
 from shardlib.kernels import grouped_matmul
 from shardlib.kernels._grouped_matmul import _gpu
 
-P = jax.P
 pytestmark = pytest.mark.usefixtures("simulators")
 needs_matrix_units = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="JAX 0.12 simulates matrix units of GPUs"
@@ -121,20 +119,7 @@ def test_kernels_for_gpus_compile_and_tell_that_they_multiply():
     mesh = mesh_on("h200:1x1x1", "data=1")
     rows, features, columns, count = 2048, 256, 384, 8
 
-    def both(x, w, sizes, gradient):
-        y, back = jax.vjp(
-            lambda x, w: grouped_matmul(x, w, sizes, names=(None, None), implementation="gpu"),
-            x,
-            w,
-        )
-        return y, back(gradient)
-
-    def shape(*dims, dtype="bfloat16"):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, P()))
-
-    arrays = shape(rows, features), shape(count, features, columns)
-    with sl.use(sl.rules.data, mesh):
-        lowered = jax.jit(both).lower(*arrays, shape(count, dtype="int32"), shape(rows, columns))
+    lowered = lowered_with_gradients(mesh, rows, features, columns, count, "gpu")
     text = compile_for(mesh, lowered).as_text()
     kernels = [line for line in text.splitlines() if '"mosaic_gpu' in line]
     assert len(kernels) == 3 and all(map(call_multiplies, kernels))

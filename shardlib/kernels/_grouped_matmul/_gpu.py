@@ -27,12 +27,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from shardlib.kernels._choice import Task
 from shardlib.kernels._gpu import INDEX, call, generation, refuses_device
 from shardlib.kernels._gpu_ring import FEW_REGISTERS, MANY_REGISTERS, Ring, set_registers
+from shardlib.kernels._grouped_matmul._gpu_staging import QUARTER, SomeColumns, Staging
 from shardlib.kernels._grouped_matmul._places import only_grouped
 
 ROWS = COLUMNS = 128  # of a warpgroup's part of a tile
 MULTIPLYING = 2  # warpgroups, side by side
 STEP = 64  # features or rows that are multiplied at a time: 128 bytes of each row
-QUARTER = 64  # rows and columns that are written at a time
 ALIGNED = 8  # rows: copies start at a multiple of these
 STAGES = 4
 TOGETHER = 8  # tiles above each other that are computed at the same time: they share matrices
@@ -149,6 +149,7 @@ class _Tile:
     - `parts`: from a step to the parts of the operands that it multiplies: one of the first, and
       one of the second for each multiplying warpgroup.
     - `write`: called with a warpgroup's number, its result and shared memory.
+    - `exists`: whether it has anything to write.
     - `counts`: from a step to the first of its rows that counts, and the one after the last; None
       where all do.
     """
@@ -156,7 +157,7 @@ class _Tile:
     steps: jax.Array
     column: jax.Array
     parts: Callable[[jax.Array], Sequence[Any]]
-    write: Callable[[int, jax.Array, "_Staging"], None]
+    write: Callable[[int, jax.Array, Staging], None]
     exists: Any = True
     counts: Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None = None
 
@@ -202,11 +203,11 @@ class _RowProduct:
                 found.append(w.at[(group, *where)])
             return found
 
-        def write(warpgroup: int, z: jax.Array, staging: "_Staging") -> None:
+        def write(warpgroup: int, z: jax.Array, staging: Staging) -> None:
             for i in range(0, ROWS, QUARTER):
                 for j in range(0, COLUMNS, QUARTER):
                     columns = pl.ds(_first_column(column, warpgroup) + j, QUARTER)
-                    out = _Rows(y, row + i, columns)
+                    out = SomeColumns(y, row + i, columns)
                     part = z[i : i + QUARTER, j : j + QUARTER]
                     staging.write_rows(part, out, begin - i, end - i)
 
@@ -255,7 +256,7 @@ class _MatrixProduct:
                 found.append(gradient.at[rows, _columns(column, one, self.columns)])
             return found
 
-        def write(warpgroup: int, z: jax.Array, staging: "_Staging") -> None:
+        def write(warpgroup: int, z: jax.Array, staging: Staging) -> None:
             for i in range(0, ROWS, QUARTER):
                 for j in range(0, COLUMNS, QUARTER):
                     columns = pl.ds(_first_column(column, warpgroup) + j, QUARTER)
@@ -282,62 +283,6 @@ def _columns(column: jax.Array, warpgroup: int, count: int) -> Any:
     Where it has none, because a last tile is half of one, it reads the last ones.
     """
     return pl.ds(jnp.minimum(_first_column(column, warpgroup), count - COLUMNS), COLUMNS)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Some columns of an array from a row on."""
-
-    array: Any
-    first: jax.Array
-    columns: Any
-
-    def part(self, offset: Any, count: int) -> Any:
-        """A number of rows, `offset` rows after the first."""
-        return self.array.at[pl.ds(self.first + offset, count), self.columns]
-
-
-@dataclass(frozen=True)
-class _Staging:
-    """Shared memory of a warpgroup, from which results are copied to memory.
-
-    - `swizzled`: laid out such that registers reach it fast; it is copied as a whole.
-    - `plain`: laid out row by row, so that any rows of it can be copied.
-    """
-
-    swizzled: Any
-    plain: Any
-
-    def write(self, z: jax.Array, out: Any) -> None:
-        """Copy a quarter of a result to memory."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is still on its way from here
-        self.swizzled[...] = z.astype(self.swizzled.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.swizzled, out)
-
-    def write_rows(self, z: jax.Array, out: _Rows, begin: jax.Array, end: jax.Array) -> None:
-        """Copy the rows of a quarter from `begin` to `end`, of which it may have some or none."""
-        whole = (begin <= 0) & (end >= QUARTER)
-        pl.when(whole)(lambda: self.write(z, out.part(0, QUARTER)))
-        begin, end = jnp.maximum(begin, 0), jnp.minimum(end, QUARTER)
-
-        @pl.when(jnp.logical_not(whole) & (begin < end))
-        def _() -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.plain[...] = z.astype(self.plain.dtype)
-            plgpu.commit_smem()
-            # A copy has a fixed length: any number of rows is a sum of powers of two.
-            first, count = begin, QUARTER // 2
-            while count:
-                is_copied = ((end - begin) & count) != 0
-
-                @pl.when(is_copied)
-                def _(first: jax.Array = first, count: int = count) -> None:
-                    rows = self.plain.at[pl.ds(first, count)]
-                    plgpu.copy_smem_to_gmem(rows, out.part(first, count))
-
-                first = first + jnp.where(is_copied, count, 0)
-                count //= 2
 
 
 def _run(
@@ -414,7 +359,7 @@ def _program(
         @pl.when(group == one)
         def _(one: int = one) -> None:
             set_registers(simulated, MANY_REGISTERS)
-            staging = _Staging(shared["swizzled"].at[one], shared["plain"].at[one])
+            staging = Staging(shared["swizzled"].at[one], shared["plain"].at[one])
             multiply = _Multiply(product, ring, one, shared["replaced"], simulated)
 
             def compute(tile: _Tile, before: jax.Array) -> None:
@@ -438,7 +383,7 @@ class _Multiply:
     product: _RowProduct | _MatrixProduct
     ring: Ring
     warpgroup: int
-    replaced: Any  # a barrier: both warpgroups have replaced rows that do not count
+    replaced: Any  # a barrier: both warpgroups have replaced the rows of other groups
     simulated: bool
 
     def run(self, total: Any, tile: _Tile, before: jax.Array) -> jax.Array:
