@@ -19,7 +19,7 @@ LAYERS = [
     ("checks", "_arguments _arrays"),
     (
         "machine",
-        "_device_grid _mesh _torus _portable_mesh _describe_mesh _chips _processes _agreement",
+        "_absent _device_grid _mesh _torus _portable_mesh _describe_mesh _chips _processes _agreement",
     ),
     ("machine", "_target_names _targets"),
     ("compiled", "_source_lines _kernel_products _hlo _device_groups _collectives"),

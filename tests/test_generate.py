@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from examples import generate
 
@@ -52,6 +53,7 @@ def written(trained, capsys):
 
     yield written
     jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()  # it stays open otherwise, for all tests that follow
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from remat_cases import BATCH, DATA, FULL_ZERO, decoder, stepped
 
 import shardlib as sl
@@ -459,6 +460,40 @@ def test_a_step_on_a_tpu_has_on_the_host_what_does_not_fit():
     memory = compiled(fitted.best.remat).memory_analysis()
     # Two inputs more are on the device for as long as they are copied.
     assert memory.host_temp_size_in_bytes // size in range(3, layers + 1)
+
+
+def test_a_budget_on_an_absent_tpu_leaves_jaxs_cache_alone(tmp_path):
+    cache = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in cache}
+
+    def loss(model, batch, rng):
+        block = sl.remat(lambda x, w: jnp.tanh(x @ w))
+        x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), batch, model["w"])
+        return jnp.mean(x**2)
+
+    def fitted():
+        mesh = sl.Target("tpu:v5e:1x1").mesh("data=1")
+        remat = sl.Remat.budget(2**30)
+        strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, remat=remat)
+        make = lambda: {"w": jnp.zeros((2, 128, 128))}
+        state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+        batch = jax.ShapeDtypeStruct((8, 128), "float32")
+        return sl.train_step(loss, strategy).fitted_remat(state, batch).best
+
+    try:
+        for name, value in cache.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        # A program read back from the cache would warn, which is an error here.
+        assert fitted() == fitted()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @pytest.mark.long

@@ -9,21 +9,19 @@ A compiler is asked to write files about each program. From these come
 and from what it prints, the remarks of the partitioner and, for TPUs, its own account of memory.
 """
 
-import contextlib
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from shardlib.compiled._hlo import Program, first
 from shardlib.compiled._source_lines import stack_lines
 from shardlib.compiled._written import Kept, Sizes, Written
+from shardlib.machine._absent import without_cache
 from shardlib.machine._targets import Platform, quietly
 
 
@@ -124,7 +122,7 @@ def _write(lowered: Any, options: dict[str, Any]) -> Written:
     It writes into a temporary folder, and what it prints goes there too.
     """
     started = time.perf_counter()
-    with quietly() as noise, _without_cache():
+    with quietly() as noise, without_cache():
         folder = noise.parent / "dump"
         compiled, refusal = _compile(lowered, options, folder)
         seconds = time.perf_counter() - started
@@ -181,22 +179,6 @@ def _stated_bytes(platform: Platform, written: Written) -> tuple[int, int | None
         return 0, None
     # Outputs that take the place of arguments are counted as both.
     return 0, sizes.arguments + sizes.outputs - sizes.aliased + sizes.temporaries
-
-
-@contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    """Let JAX compile in any case, while its cache on disk is off.
-
-    A program out of that cache comes without the files that are read here.
-    """
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # whether to use it was decided at its first use
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
 
 
 def _stated(printed: str, sizes: Sizes | None) -> tuple[int, int | None]:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from jax.experimental import mesh_utils
 
+from shardlib.machine._absent import is_absent
+
 
 def arrange(
     axes: dict[str, int], slow_factors: dict[str, int], devices: list[Any], split: bool
@@ -79,8 +81,7 @@ def slice_index(device: Any) -> int:
     For devices that know of no slice it is their process, but for TPUs.
     """
     # GPUs that are only compiled for are all of slice 0; those of one process are joined by NVLink.
-    client = type(getattr(device, "client", None)).__name__
-    if device.platform == "gpu" and client.startswith("CompileOnly"):
+    if device.platform == "gpu" and is_absent(device):
         return device.process_index
     # The devices of a TPU topology that is a single slice carry no `slice_index`, and their
     # processes share the torus.

@@ -31,6 +31,7 @@ from shardlib.compiled._memory import peak_bytes
 from shardlib.layouts._annotate import UsedNames, mesh_of_step, recording
 from shardlib.layouts._placement import place
 from shardlib.layouts._remat_policy import Remat, RematBudget
+from shardlib.machine._absent import is_absent, without_cache
 from shardlib.machine._agreement import require_agreement
 from shardlib.optimizers._local import Local
 from shardlib.step._batches import batch_sharding, check_batch
@@ -184,10 +185,12 @@ class Step:
         loss = traced_loss(self._with_remat(Remat(offloaded=budget.offload)), state, batch)
         loops = loops_of(loss, weights)
         host = host_room(self.strategy, budget.offload, loops)
-        platform = self.strategy.device_mesh.devices.flat[0].platform
+        device = self.strategy.device_mesh.devices.flat[0]
 
         def peak_of(remat: Any) -> int:
-            return peak_bytes(self._with_remat(remat).lower(state, batch).compile(), platform)
+            lowered = self._with_remat(remat).lower(state, batch)
+            with without_cache() if is_absent(device) else contextlib.nullcontext():
+                return peak_bytes(lowered.compile(), device.platform)
 
         return fit_remat(budget.memory, loops, peak_of, host=host)
 
