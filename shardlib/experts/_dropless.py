@@ -14,32 +14,35 @@ The others are a loop that is run as often as it takes, and not at all where loa
 backward, it computes each of its rounds again.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
-from shardlib.checks import _arrays as check_arrays
 from shardlib.experts._choose import Given, by_token, choose, see
-from shardlib.experts._further_rounds import Operands, all_rounds, without_captures
+from shardlib.experts._further_rounds import Rounds
 from shardlib.experts._moe import group_size
 from shardlib.experts._moe_checks import check_functions, check_real, check_tokens, check_weights
 from shardlib.experts._moe_stats import MoEStats, load_of_choices, stats_of
 from shardlib.experts._routing import Choices, Router, Seen, check_choices
-from shardlib.experts._rows import SENDING, Plan, RowExchange, Sending
+from shardlib.experts._row_rounds import (
+    GroupedExperts,
+    RowRounds,
+    RowSender,
+    TokenLayout,
+    in_rounds,
+)
+from shardlib.experts._rows import SENDING, RowExchange, Sending
 from shardlib.experts._token_exchange import ExpertAxes, expert_axes
+from shardlib.experts._two_levels import Levels
 from shardlib.kernels._choice import device_here
-from shardlib.kernels._grouped_matmul import Groups
-from shardlib.kernels._shards import ArrayLayout, automatic_axes, per_shard
-from shardlib.layouts._annotate import current_mesh, current_scope, shard
-from shardlib.layouts._checkpoint_policies import BY_EXAMPLE, SAME_RESULT
+from shardlib.kernels._shards import automatic_axes
+from shardlib.layouts._annotate import current_mesh, current_scope, shard, slow_axes_in_scope
+from shardlib.layouts._checkpoint_policies import BY_EXAMPLE
 from shardlib.layouts._resolve import resolve
 from shardlib.layouts._specs import (
     as_tuple,
@@ -51,9 +54,7 @@ from shardlib.layouts._specs import (
     spec_entry,
 )
 
-GroupedExperts = Callable[[Any, jax.Array, Groups], jax.Array]
 OP = "dropless"
-_SCALAR = ArrayLayout((), PartitionSpec(), ())
 
 
 class DroplessOptions(TypedDict, total=False):
@@ -64,11 +65,14 @@ class DroplessOptions(TypedDict, total=False):
     - `buffer`: how many times the rows of an even load a device has room for, in one round.
     - `sending`: `"ragged"`, the default on TPUs, sends the rows that there are; `"dense"`, the
       default elsewhere, equally many between all devices. The results are equal.
+    - `across`: axes of the experts over which a token is sent once to all experts of a node, and
+      only there to each of them; by default those that the slow network joins. `()` is none.
     """
 
     group: int | None
     buffer: float
     sending: Sending | None
+    across: str | tuple[str, ...] | None
 
 
 def dropless(
@@ -105,7 +109,7 @@ def dropless(
         ids: the ids of the tokens, (batch, ...), for `Hash`.
         names: a name for each dim of `x`.
         options: see `DroplessOptions`: `group`, how many tokens the router's loss balances, by
-            default those of an example; `buffer`, 1.25 by default; `sending`.
+            default those of an example; `buffer`, 1.25 by default; `sending`; `across`.
 
     >>> import shardlib as sl
     >>> weights = jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])
@@ -135,7 +139,8 @@ def dropless(
     seen = see(x, router, Given(gate, key, bias, noise_gate, ids, real))
     choices = choose(router, seen)
     sending = _sending(options.get("sending"))
-    layer = _Layer(experts, names, axes, count, router.choices, sending, buffer)
+    across = _across(options.get("across"), axes)
+    layer = _Layer(experts, names, axes, count, router, sending, buffer, across)
     y, rounds = layer.everywhere(x, choices._replace(probability=None), weights)
     size = group_size(OP, x, options.get("group"))
     y = checkpoint_name(shard(y, *names), BY_EXAMPLE)
@@ -172,23 +177,28 @@ def _sending(asked: Any) -> Sending:
     return asked
 
 
-class _Where(NamedTuple):
-    """How tokens and rows are laid out over automatic axes.
+def _across(asked: Any, axes: ExpertAxes) -> tuple[str, ...]:
+    """The axes over which a token is sent once to each node that has experts of it.
 
-    - `tokens`: the spec of the tokens, but for their width.
-    - `row_axes`: the axes that split tokens, and so rows.
-    - `feature_axes`: those that split the width while rows are sent, so that each device sends a
-      part of what all of them have.
+    They come first among the axes of the experts, so that the experts of a node follow each other.
     """
-
-    tokens: tuple[Any, ...]
-    row_axes: tuple[str, ...]
-    feature_axes: tuple[str, ...]
-
-    @property
-    def every_axis(self) -> tuple[str, ...]:
-        """The axes over which rows are laid out."""
-        return (*self.row_axes, *self.feature_axes)
+    all_axes = axes.all_manual().manual
+    if asked is None:
+        slow = axes_within(all_axes, slow_axes_in_scope())
+        is_first = slow == all_axes[: len(slow)]
+        return slow if is_first and len(slow) < len(all_axes) else ()
+    takes = "an axis that experts are split over, or a tuple of such"
+    check.kind(OP, "across", asked, str | tuple, takes)
+    across = as_tuple(asked)
+    if across == all_axes[: len(across)] and len(across) < len(all_axes):
+        return across
+    sizes = current_mesh().shape
+    raise ValueError(
+        f"`dropless(across={asked!r})` takes the first of the axes that the experts are split "
+        "over, with one left for the experts of a node; these are "
+        f"{product_text(sizes, all_axes) or 'none'}. The rule says in which order: "
+        "`sl.AxisRules(experts=(across, within))`."
+    )
 
 
 @dataclass(frozen=True)
@@ -199,9 +209,10 @@ class _Layer:
     names: tuple[str | None, ...]
     axes: ExpertAxes
     count: int
-    choices: int
+    router: Router
     sending: Sending
     buffer: float
+    across: tuple[str, ...]
 
     def everywhere(self, x: jax.Array, choices: Choices, weights: Any) -> tuple[Any, jax.Array]:
         """The outputs of all tokens, and how many rounds it took."""
@@ -228,27 +239,43 @@ class _Layer:
 
     def manually(self, x: jax.Array, choices: Choices, weights: Any) -> tuple[Any, jax.Array]:
         """The same where the axes of the experts are manual, or there are none."""
-        where = self._where(x)
-        tokens = _local_tokens(x, where)
-        devices = parts_over(current_mesh().shape, self.axes.manual)
+        layout = self._layout(x)
+        tokens = layout.local_tokens(x)
+        return in_rounds(self._rounds(layout, tokens), self.experts, x, choices, weights)
+
+    def _rounds(self, layout: TokenLayout, tokens: int) -> Rounds:
+        """The rounds in which so many tokens of a device are sent."""
+        axes, sizes = self.axes.manual, current_mesh().shape
+        if self.across:
+            within = axes_without(axes, self.across)
+            levels = Levels(
+                self.across,
+                within,
+                parts_over(sizes, self.across),
+                parts_over(sizes, within),
+                self.count,
+                self.router.choices,
+                self._most_nodes,
+                self.sending,
+                self.buffer,
+            )
+            return levels.rounds(layout, tokens)
+        devices = parts_over(sizes, axes)
         exchange = RowExchange(
-            self.axes.manual,
-            devices,
-            self.count,
-            tokens,
-            self.choices,
-            self.sending,
-            self.buffer,
+            axes, devices, self.count, tokens, self.router.choices, self.sending, self.buffer
         )
-        rounds = _Rounds(exchange, where)
-        plan, number = rounds.plan(choices)
-        operands = Operands(x, weights, choices.weight)
-        first = partial(rounds.output, self.experts, jnp.int32(0), plan)
-        if devices == 1:
-            return first(operands), number
-        further = replace(rounds, exchange=exchange.further)
-        converted = without_captures(self.experts, weights, *further.shapes(x))
-        return all_rounds(further, first, converted, number, plan, operands), number
+        return RowRounds(RowSender(exchange, layout, axes))
+
+    @property
+    def _most_nodes(self) -> int:
+        """On how many nodes the experts of a token are at most."""
+        nodes = parts_over(current_mesh().shape, self.across)
+        most = min(self.router.choices, nodes)
+        groups = getattr(self.router, "groups", 1)
+        # Each of the router's groups of experts is on one node.
+        if groups % nodes == 0:
+            most = min(most, getattr(self.router, "groups_taken", nodes))
+        return most
 
     def _split_tokens(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[Any, ...]:
         """A spec by which the tokens are split over axes that become manual.
@@ -274,7 +301,7 @@ class _Layer:
                 )
         return tuple(map(spec_entry, entries))
 
-    def _where(self, x: jax.Array) -> _Where:
+    def _layout(self, x: jax.Array) -> TokenLayout:
         """How tokens and rows are laid out over the axes that are still automatic."""
         mesh = current_mesh()
         spec = self._resolved(x)
@@ -284,7 +311,7 @@ class _Layer:
         for axis in free:
             if x.shape[-1] % parts_over(mesh.shape, (*feature_axes, axis)) == 0:
                 feature_axes = (*feature_axes, axis)
-        return _Where(tuple(spec[:-1]), row_axes, feature_axes)
+        return TokenLayout(tuple(spec[:-1]), row_axes, feature_axes)
 
     def _resolved(self, x: jax.Array) -> PartitionSpec:
         """The spec of the tokens over axes that are automatic."""
@@ -295,123 +322,6 @@ class _Layer:
         return resolve(
             scope.rules, mesh.shape, self.names, x.shape, what="x", manual=manual, parts=True
         ).spec
-
-
-def _local_tokens(x: jax.Array, where: _Where) -> int:
-    """How many tokens a device has."""
-    return x[..., 0].size // parts_over(current_mesh().shape, where.row_axes)
-
-
-@dataclass(frozen=True)
-class _Rounds:
-    """The rounds of a layer, each a function of the same operands."""
-
-    exchange: RowExchange
-    where: _Where
-
-    def shapes(self, x: jax.Array) -> tuple[jax.ShapeDtypeStruct, Groups]:
-        """The rows and the groups that experts are called with, on all devices together."""
-        parts = parts_over(current_mesh().shape, self.where.row_axes)
-        rows = jax.ShapeDtypeStruct((parts * self.exchange.rows, x.shape[-1]), x.dtype)
-        sizes: Any = jax.ShapeDtypeStruct((parts, self.exchange.local_experts), jnp.int32)
-        return rows, Groups(sizes, self.where.row_axes, self.where.feature_axes)
-
-    def plan(self, choices: Choices) -> tuple[Plan, jax.Array]:
-        """Where each device's choices go, and how many rounds that takes."""
-
-        def run(expert: jax.Array, wanted: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-            plan = self.exchange.plan(_flat(expert), _flat(wanted))
-            rounds = self.exchange.rounds(plan)
-            # All devices that take part in what a round sends run the loop equally often. Those of
-            # other stages of a pipeline may run none.
-            axes = axes_without(self.where.every_axis, self.exchange.axes)
-            together = (*self.exchange.axes, *axes)
-            if together:
-                rounds = lax.pmax(rounds, together)
-            return tuple(part[None] for part in plan), rounds
-
-        of_plan: Any = tuple([self._of_device()] * len(Plan._fields))
-        # Where a row goes depends on the other tokens, and what comes back of it does not.
-        arrays = [checkpoint_name(part, SAME_RESULT) for part in (choices.expert, choices.wanted)]
-        plan, rounds = per_shard(run, arrays, [self._of_tokens()] * 2, (of_plan, _SCALAR))
-        return Plan(*plan), rounds
-
-    def output(
-        self, experts: GroupedExperts, number: jax.Array, plan: Plan, operands: Operands
-    ) -> jax.Array:
-        """What the experts make of the rows of one round, for each token."""
-        exchange, where = self.exchange, self.where
-        shape = operands.x.shape
-        by_token = self._of_tokens(where.feature_axes)
-        by_row = self._of_device(where.feature_axes)
-
-        def send(number: jax.Array, plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            round_ = exchange.round(_own(plan), number)
-            return exchange.to_experts(_flat(x), round_), round_.sizes_L[None]
-
-        def receive(number: Any, plan: Plan, y: jax.Array, weight: jax.Array) -> jax.Array:
-            round_ = exchange.round(_own(plan), number)
-            returned = exchange.to_tokens(y, _flat(weight), round_)
-            return returned.reshape(*weight.shape[:-1], -1)
-
-        sent = by_row, self._of_device()
-        rows, sizes = self._with_plan(send, number, plan, [operands.x], [by_token], sent)
-        groups = Groups(sizes, where.row_axes, where.feature_axes)
-        y = experts(operands.weights, rows, groups)
-        _check_outputs(y, rows, shape)
-        weight = operands.choice_weight
-        layouts = [by_row, self._of_tokens()]
-        made = self._with_plan(receive, number, plan, [y, weight], layouts, by_token)
-        return made.astype(operands.x.dtype)
-
-    def _with_plan(
-        self,
-        body: Callable[..., Any],
-        number: jax.Array,
-        plan: Plan,
-        arrays: list[jax.Array],
-        layouts: list[ArrayLayout],
-        results: Any,
-    ) -> Any:
-        """A function of a round's number, of the plan, and of arrays, on each device's shards."""
-        of_plan = self._of_device()
-
-        def run(number: jax.Array, *rest: jax.Array) -> Any:
-            return body(number, Plan(*rest[: len(plan)]), *rest[len(plan) :])
-
-        given = [_SCALAR, *[of_plan] * len(plan), *layouts]
-        return per_shard(run, (number, *plan, *arrays), given, results)
-
-    def _of_tokens(self, features: tuple[str, ...] = ()) -> ArrayLayout:
-        """The layout of what tokens have, which is along the last dim."""
-        spec = PartitionSpec(*self.where.tokens, spec_entry(features))
-        return ArrayLayout((), spec, ((),) * len(spec))
-
-    def _of_device(self, features: tuple[str, ...] = ()) -> ArrayLayout:
-        """The layout of what each device has some of, along dim 0."""
-        spec = PartitionSpec(spec_entry(self.where.row_axes), spec_entry(features))
-        return ArrayLayout((), spec, ((), ()))
-
-
-def _own(plan: Plan) -> Plan:
-    """A device's own plan, of an array of those of all devices."""
-    return Plan(*[part[0] for part in plan])
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    """The tokens of a device in one dim."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _check_outputs(y: Any, rows: jax.Array, shape: tuple[int, ...]) -> None:
-    """Refuse a function of experts that does not give a row for each row."""
-    takes = "a function that gives an array, (rows, width)"
-    check_arrays.array(OP, "experts", y, takes)
-    if y.ndim != 2 or y.shape[0] != rows.shape[0] or y.shape[1] != shape[-1]:
-        raise ValueError(
-            f"`experts` was given rows of shape {rows.shape}, (rows, width), and made {y.shape} "
-            "of them: it gives as many of the same width."
-        )
 
 
 def _stats(router: Router, seen: Seen, choices: Choices, rounds: jax.Array, group: int) -> MoEStats:

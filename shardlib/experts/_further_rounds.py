@@ -38,11 +38,40 @@ class Operands(NamedTuple):
 
 
 class Rounds(Protocol):
-    """The output of one round, by its number."""
+    """How a layer's tokens get to their experts and back, in rounds."""
 
-    def output(self, experts: Any, number: jax.Array, plan: Any, operands: Operands) -> jax.Array:
-        """What a function of experts makes of the rows of one round, for each token."""
+    @property
+    def is_one(self) -> bool:
+        """Whether there is never more than one round."""
         ...
+
+    @property
+    def further(self) -> "Rounds":
+        """The rounds after the first one."""
+        ...
+
+    def shapes(self, x: jax.Array) -> list[tuple[Any, Any]]:
+        """The rows and groups that experts are called with in a round."""
+        ...
+
+    def plan(self, choices: Any) -> tuple[Any, jax.Array]:
+        """Where choices go, and how many rounds that takes."""
+        ...
+
+    def output(self, experts: Any, number: jax.Array, plan: Any, operands: Operands) -> "Made":
+        """What the experts make of the rows of one round, for each token."""
+        ...
+
+
+class Made(NamedTuple):
+    """What one round makes.
+
+    - `y`: the outputs of the experts, for each token.
+    - `further`: how many rounds there were within this one, after the first of these.
+    """
+
+    y: jax.Array
+    further: jax.Array
 
 
 class Captured(NamedTuple):
@@ -52,36 +81,57 @@ class Captured(NamedTuple):
     arrays: tuple[Any, ...]
 
 
-def without_captures(function: Callable[..., Any], *shapes: Any) -> Captured:
-    """A function of arrays, as one that also takes all arrays that it reads from elsewhere.
+def without_captures(
+    function: Callable[..., Any], weights: Any, shapes: list[tuple[Any, Any]]
+) -> Captured:
+    """A function of weights, rows and groups, as one that also takes all arrays that it captured.
 
     The loop is differentiated after its function was traced, when such arrays are gone.
+
+    Args:
+        function: of weights, rows and groups.
+        weights: that it is called with.
+        shapes: the rows and groups that it may be called with, which differ in their rows.
     """
-    traced, shape = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    tree = jax.tree.structure(shape)
-    return Captured(_Converted(traced.jaxpr, tree), tuple(traced.consts))
+    traced: dict[int, _Traced] = {}
+    arrays: list[Any] = []
+    for rows, groups in shapes:
+        made, shape = jax.make_jaxpr(function, return_shape=True)(weights, rows, groups)
+        first = len(arrays)
+        arrays += made.consts
+        own = slice(first, len(arrays))
+        traced[rows.shape[0]] = _Traced(made.jaxpr, jax.tree.structure(shape), own)
+    return Captured(_Converted(traced), tuple(arrays))
+
+
+class _Traced(NamedTuple):
+    """A traced function, and which of all captured arrays it reads."""
+
+    jaxpr: Jaxpr
+    tree: Any
+    arrays: slice
 
 
 @dataclass(frozen=True, eq=False)
 class _Converted:
-    """A traced function, whose first argument is the arrays that it reads from elsewhere."""
+    """A function that was traced for some numbers of rows, and takes what it captured first."""
 
-    jaxpr: Jaxpr
-    tree: Any
+    traced: dict[int, _Traced]
 
-    def __call__(self, arrays: tuple[Any, ...], *args: Any) -> Any:
-        return evaluate(ClosedJaxpr(self.jaxpr, list(arrays)), self.tree, args)
+    def __call__(self, arrays: tuple[Any, ...], weights: Any, rows: jax.Array, groups: Any) -> Any:
+        jaxpr, tree, own = self.traced[rows.shape[0]]
+        return evaluate(ClosedJaxpr(jaxpr, list(arrays[own])), tree, (weights, rows, groups))
 
 
 def all_rounds(
     rounds: Rounds,
-    first: Callable[[Operands], jax.Array],
+    first: Callable[[Operands], Made],
     experts: Captured,
     number: jax.Array,
     plan: Any,
     operands: Operands,
-) -> jax.Array:
-    """The sum of the outputs of all rounds.
+) -> Made:
+    """The sum of the outputs of all rounds, and how many further rounds there were in the first.
 
     The loop starts from the output of the first round, and adds to it in place. Backward it starts
     from the gradients by the first round, and adds to these: so it is where `operands` come in that
@@ -102,9 +152,9 @@ def all_rounds(
     captured = experts.arrays
     entered: Any = _enter(rounds, experts.function, number, plan, operands, captured)
     operands, sink = entered
-    y = first(operands)
+    y, further = first(operands)
     total: Any = _add_rounds(rounds, experts.function, number, plan, (operands, captured), y, sink)
-    return total
+    return Made(total, further)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -123,7 +173,7 @@ def _add_rounds(
 
     def add_round(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         k, y = carry
-        return k + 1, y + rounds.output(partial(function, captured), k, plan, operands)
+        return k + 1, y + rounds.output(partial(function, captured), k, plan, operands).y
 
     with jax.named_scope(IF_UNEVEN):
         _, y = lax.while_loop(lambda carry: carry[0] < number, add_round, (jnp.int32(1), y))
@@ -173,7 +223,7 @@ def _enter_backward(rounds: Rounds, function: Any, saved: Any, gradients: Any) -
 
         def output(floats: list[jax.Array]) -> jax.Array:
             operands, captured = rebuilt(floats)
-            return rounds.output(partial(function, captured), k, plan, operands)
+            return rounds.output(partial(function, captured), k, plan, operands).y
 
         _, back = jax.vjp(output, floats)
         (added,) = back(of_y)

@@ -99,6 +99,7 @@ class RowExchange:
     - `form`: of the collective.
     - `buffer`: how many times the rows of an even load a device has room for in the first round.
     - `is_further`: whether it is that of the rounds after the first one.
+    - `even`: how many rows of a device an even load has; by default those of all choices.
     """
 
     axes: tuple[str, ...]
@@ -109,6 +110,7 @@ class RowExchange:
     form: Sending
     buffer: float
     is_further: bool = False
+    even: int | None = None
 
     @property
     def further(self) -> "RowExchange":
@@ -133,6 +135,8 @@ class RowExchange:
         total = self.tokens * self.choices
         if self.devices == 1:
             return total
+        if self.even is not None:
+            total = self.even
         even = total if self.form == "ragged" else -(-total // self.devices)
         room = _room(even, self.buffer)
         if not self.is_further:

@@ -30,6 +30,7 @@ from shardlib.layouts._remat_policy import Remat, checked_remat, kept_by_blocks
 from shardlib.layouts._resolve import Resolution, resolve
 from shardlib.layouts._rules import AxisRules, ShardingWarning
 from shardlib.layouts._specs import as_tuple, check_spec, keep_axes, mesh_text
+from shardlib.machine._mesh import slow_axes
 from shardlib.machine._torus import TorusDims, torus_dims
 
 
@@ -56,7 +57,8 @@ class Scope:
     activations, None for everything. `used` is where annotations write down their names, if anyone
     asked for them. `mesh` is the mesh that is really in force where a function is traced as if no
     axis of it were manual, see `all_automatic`. `flax` are Flax's own rules, where the user put
-    some in force: Flax's constraints follow them, and otherwise they follow `rules`.
+    some in force: Flax's constraints follow them, and otherwise they follow `rules`. `torus` and
+    `slow` say where the devices of the mesh are, which JAX's abstract mesh does not know.
     """
 
     rules: AxisRules | None
@@ -65,6 +67,7 @@ class Scope:
     mesh: AbstractMesh | None = None
     flax: Pairs | None = None
     torus: TorusDims = ()
+    slow: tuple[str, ...] = ()
 
     def record(self, names: Iterable[Any]) -> None:
         """Write down the names that an annotation used, if anyone asked for them.
@@ -130,6 +133,12 @@ def mesh_of_shards() -> AbstractMesh:
     return jax.sharding.get_abstract_mesh()
 
 
+def slow_axes_in_scope() -> tuple[str, ...]:
+    """The axes of the mesh that `use` put in force along which the slow network joins devices."""
+    scope = _scope.value
+    return () if scope is None else scope.slow
+
+
 @contextlib.contextmanager
 def all_automatic(mesh: AbstractMesh) -> Iterator[None]:
     """Trace as if no axis were manual, on `mesh`, in a `with` statement.
@@ -183,9 +192,9 @@ def put_in_force(rules: AxisRules, mesh: Mesh | None, kept: Remat | None) -> Ite
     flax = _rules_of_flax(outer)
     scope = Scope(rules, kept, flax=flax)
     if outer is not None:
-        scope = replace(scope, mesh=outer.mesh, torus=outer.torus)
+        scope = replace(scope, mesh=outer.mesh, torus=outer.torus, slow=outer.slow)
     if mesh is not None:
-        scope = replace(scope, torus=torus_dims(mesh))
+        scope = replace(scope, torus=torus_dims(mesh), slow=slow_axes(mesh))
     # Flax's variables cannot be laid out as they are made where there is no mesh.
     no_mesh = mesh is None and jax.sharding.get_abstract_mesh().empty
     pairs = pairs_of(rules) if flax is None else flax
