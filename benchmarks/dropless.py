@@ -7,6 +7,9 @@ all tokens to the same experts:
   expert for every token, over the largest entry of each or one.
 - `rows_sent_ratio_...`: rows that a device sends in a round of an even load, by the offsets that
   the collective is told, over those that are needed.
+- `rows_across_ratio`: with two levels, rows that cross the slow network by these offsets, over the
+  distinct nodes that the experts of each token are on, for DeepSeek-V3's router on 8 nodes; and
+  `rows_across_of_direct`, over the rows that cross where each is sent to its expert at once.
 - `expert_flops_ratio_sizes`: rows of all tiles that a kernel computes then, by the sizes of groups,
   over those that there are.
 - `buffer_ratio_max`: rows that a device has room for, over those of an even load, of the shapes of
@@ -69,12 +72,14 @@ from models import moe
 from shardlib.compiled._hlo import Program, arrays
 from shardlib.experts import ExpertChoice, NoisyTopK, SigmoidTopK, TopK, dropless
 from shardlib.experts._rows import RowExchange
+from shardlib.experts._two_levels import nodes_of
 
 BOUNDS = {
     "dropped_tokens": 0,
     "worst_error": 1e-5,
     "rows_sent_ratio_ragged": 1.05,
     "rows_sent_ratio_dense": 1.27,
+    "rows_across_ratio": 1.0,
     "buffer_ratio_max": 1.25,
     "expert_flops_ratio_sizes": 1.05,
     "expert_flops_ratio": 1.27,
@@ -103,6 +108,13 @@ LAYOUTS = {
     "data=2,model=4": TENSOR,
     "data=2,context=2,model=2": TENSOR | sl.rules.context("ring"),
     "pod=2,data=4": sl.rules.experts | sl.AxisRules(batch=("pod", "data")),
+}
+# With the experts over both axes, and a token sent once to each node.
+OVER_NODES = sl.rules.experts | sl.AxisRules(batch=("pod", "data"), experts=("pod", "data"))
+TWO_LEVELS = {
+    "pod=2,data=4": OVER_NODES,
+    "pod=4,data=2": OVER_NODES,
+    "pod=2,data=2,model=2": OVER_NODES | sl.rules.tensor,
 }
 # What routes is computed in float32.
 KEPT = (".*/router", ".*/router_bias")
@@ -156,20 +168,25 @@ def errors() -> dict[str, float]:
         arrays = x, gate, weights
         expected = jax.jit(partial(with_gradients, partial(every_expert, router)))(*arrays)
 
-        def layer(x: jax.Array, gate: jax.Array, weights: Any, router: Any = router) -> Any:
-            more: dict[str, Any] = {}
+        def layer(
+            x: jax.Array, gate: jax.Array, weights: Any, across: Any, router: Any = router
+        ) -> Any:
+            more: dict[str, Any] = {"across": across}
             if reads_bias(router):
                 more["bias"] = jnp.zeros(EXPERTS)
             if isinstance(router, NoisyTopK):
                 more["noise_gate"] = jnp.zeros((WIDTH, EXPERTS))
             return dropless(x, router, of_rows, gate=gate, weights=weights, **more)
 
-        for text, rules in LAYOUTS.items():
+        layouts = [(text, rules, ()) for text, rules in LAYOUTS.items()]
+        layouts += [(text, rules, "pod") for text, rules in TWO_LEVELS.items()]
+        for text, rules, across in layouts:
             count = int(np.prod([int(part.split("=")[1]) for part in text.split(",")]))
             mesh = sl.make_mesh(text, devices=jax.devices()[:count])
+            one = partial(layer, across=across)
             with sl.use(rules, mesh):
-                found = jax.jit(partial(with_gradients, lambda *a: layer(*a)[0]))(*arrays)
-                _, stats = jax.jit(layer)(*arrays)
+                found = jax.jit(partial(with_gradients, lambda *a, f=one: f(*a)[0]))(*arrays)
+                _, stats = jax.jit(one)(*arrays)
             dropped += float(stats.dropped.total)
             rounds = max(rounds, float(stats.rounds.total / stats.rounds.weight))
             off = jax.tree.map(_relative, found, expected)
@@ -217,6 +234,42 @@ def rows_sent() -> dict[str, float]:
         computed = max(rows_of_tiles(groups) for groups in by_device)
         found["expert_flops_ratio_sizes"] = round(computed / (tokens * choices), 4)
     return found
+
+
+def rows_across() -> dict[str, float]:
+    """Rows that cross between 8 nodes, each token once for a node, by all offsets."""
+    tokens, choices, experts = 1024, 8, 256
+    router = SigmoidTopK(choices, groups=8, groups_taken=4)
+    random = np.random.default_rng(0)
+    logits = jnp.asarray(random.normal(size=(8 * tokens, experts)), jnp.float32)
+    chosen = router.choose(sl.experts.Seen(logits, bias=jnp.zeros(experts))).expert
+    exchange = RowExchange(("pod",), 8, 8, tokens, 4, "ragged", 1.25)
+
+    def sent(chosen: jax.Array) -> jax.Array:
+        nodes, wanted = nodes_of(chosen // (experts // 8), 8, exchange.choices)
+        plan, rows = exchange.plan(nodes, wanted), jnp.int32(0)
+        for number in range(4):
+            one = exchange.further if number else exchange
+            _, sizes, *_ = one.round(plan, number).moves.to_experts.slices
+            rows += sizes.sum() - sizes[lax.axis_index("pod")]
+        return rows[None]
+
+    mapped = jax.shard_map(
+        sent,
+        mesh=sl.make_mesh("pod=8"),
+        in_specs=jax.P("pod"),
+        out_specs=jax.P("pod"),
+        check_vma=False,
+    )
+    rows = int(jax.jit(mapped)(chosen).sum())
+    own = np.arange(8 * tokens) // tokens
+    node = np.asarray(chosen) // (experts // 8)
+    distinct = sum(len(set(of) - {mine}) for of, mine in zip(node, own, strict=True))
+    direct = int((node != own[:, None]).sum())
+    return {
+        "rows_across_ratio": round(rows / distinct, 4),
+        "rows_across_of_direct": round(rows / direct, 4),
+    }
 
 
 def rows_of_tiles(sizes: np.ndarray, tile: int = 512) -> int:

@@ -84,7 +84,7 @@ LAYERS = [
         "experts",
         "_bias _gate _choose _row_moves _dispatch _moe_checks _moe_stats _token_exchange _moe",
     ),
-    ("experts", "_rows _further_rounds _dropless _load_picture"),
+    ("experts", "_rows _further_rounds _row_rounds _two_levels _dropless _load_picture"),
     (
         "step",
         "_scopes _precision _offload _exchange _strategy _batches _layer_order _state _init_checks _init",

@@ -201,6 +201,16 @@ def _across(asked: Any, axes: ExpertAxes) -> tuple[str, ...]:
     )
 
 
+def _most_nodes(router: Router, nodes: int) -> int:
+    """On how many of the nodes the experts of a token are at most."""
+    most = min(router.choices, nodes)
+    groups = getattr(router, "groups", 1)
+    # Each of the router's groups of experts is on one node.
+    if groups % nodes == 0:
+        most = min(most, getattr(router, "groups_taken", nodes))
+    return most
+
+
 @dataclass(frozen=True)
 class _Layer:
     """One call of `dropless`, but for its arrays."""
@@ -255,7 +265,7 @@ class _Layer:
                 parts_over(sizes, within),
                 self.count,
                 self.router.choices,
-                self._most_nodes,
+                _most_nodes(self.router, parts_over(sizes, self.across)),
                 self.sending,
                 self.buffer,
             )
@@ -265,17 +275,6 @@ class _Layer:
             axes, devices, self.count, tokens, self.router.choices, self.sending, self.buffer
         )
         return RowRounds(RowSender(exchange, layout, axes))
-
-    @property
-    def _most_nodes(self) -> int:
-        """On how many nodes the experts of a token are at most."""
-        nodes = parts_over(current_mesh().shape, self.across)
-        most = min(self.router.choices, nodes)
-        groups = getattr(self.router, "groups", 1)
-        # Each of the router's groups of experts is on one node.
-        if groups % nodes == 0:
-            most = min(most, getattr(self.router, "groups_taken", nodes))
-        return most
 
     def _split_tokens(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[Any, ...]:
         """A spec by which the tokens are split over axes that become manual.

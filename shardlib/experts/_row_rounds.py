@@ -116,39 +116,33 @@ class RowSender:
         plan, rounds = per_shard(run, arrays, of_tokens, (of_plan, _SCALAR))
         return Plan(*plan), rounds
 
-    def send(
-        self, number: jax.Array, plan: Plan, x: jax.Array, *more: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """The rows of the tokens and of `more` about them, and how many each expert gets.
-
-        The width of the tokens may be split meanwhile, and that of `more` is not.
-        """
+    def send(self, number: jax.Array, plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rows of the tokens, and how many each expert gets."""
         layout, exchange = self.layout, self.exchange
 
-        def run(number: jax.Array, plan: Plan, *tokens: jax.Array) -> tuple[jax.Array, ...]:
-            round_ = exchange.round(_own(plan), number)
-            rows = [exchange.to_experts(_flat(x), round_) for x in tokens]
-            return *rows, round_.sizes_L[None]
+        def run(number: jax.Array, plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            round_ = exchange.round(own_plan(plan), number)
+            return exchange.to_experts(_flat(x), round_), round_.sizes_L[None]
 
-        given = [layout.by_token(layout.feature_axes)] + [layout.by_token()] * len(more)
-        made = [layout.by_device(layout.feature_axes)] + [layout.by_device()] * len(more)
-        results = (*made, layout.by_device())
-        return self._with_plan(run, number, plan, [x, *more], given, results)
+        # The width may be split meanwhile.
+        results = layout.by_device(layout.feature_axes), layout.by_device()
+        given = [layout.by_token(layout.feature_axes)]
+        return self.with_plan(run, number, plan, [x], given, results)
 
     def receive(self, number: jax.Array, plan: Plan, y: jax.Array, weight: jax.Array) -> jax.Array:
         """For each token the weighted sum of its rows, sent back."""
         layout, exchange = self.layout, self.exchange
 
         def run(number: Any, plan: Plan, y: jax.Array, weight: jax.Array) -> jax.Array:
-            round_ = exchange.round(_own(plan), number)
+            round_ = exchange.round(own_plan(plan), number)
             returned = exchange.to_tokens(y, _flat(weight), round_)
             return returned.reshape(*weight.shape[:-1], -1)
 
         given = [layout.by_device(layout.feature_axes), layout.by_token()]
         results = layout.by_token(layout.feature_axes)
-        return self._with_plan(run, number, plan, [y, weight], given, results)
+        return self.with_plan(run, number, plan, [y, weight], given, results)
 
-    def _with_plan(
+    def with_plan(
         self,
         body: Callable[..., Any],
         number: jax.Array,
@@ -225,7 +219,7 @@ def in_rounds(
     return y, number + within
 
 
-def _own(plan: Plan) -> Plan:
+def own_plan(plan: Plan) -> Plan:
     """A device's own plan, of an array of those of all devices."""
     return Plan(*[part[0] for part in plan])
 

@@ -69,6 +69,19 @@ class Sorted(NamedTuple):
     place_R: jax.Array
 
 
+class Arrived(NamedTuple):
+    """Where the rows that a device gets in a round come from.
+
+    - `device_R`: the device that has sent each row.
+    - `place_R`: where the row is among that device's choices, in the order of their experts.
+    - `is_row_R`: whether it is a row at all.
+    """
+
+    device_R: jax.Array
+    place_R: jax.Array
+    is_row_R: jax.Array
+
+
 class Way(NamedTuple):
     """What `ragged_all_to_all` is told to send rows one way.
 
@@ -202,6 +215,25 @@ class RowExchange:
         weight_P = weight_TK.T.reshape(-1)
         y_TM: Any = collect_weighed(y_JM, weight_P, where.place_P, where.source_J, self.tokens)
         return y_TM
+
+    def arrived(self, plan: Plan, number: Any) -> Arrived:
+        """Where the rows of a round come from, on devices of one expert each."""
+        me, first = lax.axis_index(self.axes), self._before(number)
+        counts_D = plan.counts_DE[:, me]
+        # Of each device's rows for this one: how many are in rounds before, and how many in this.
+        if self.form == "ragged":
+            begin_D = jnp.cumsum(counts_D) - counts_D
+            skipped_D = jnp.clip(first - begin_D, 0, counts_D)
+            taken_D = jnp.clip(first + self.room - begin_D, 0, counts_D) - skipped_D
+        else:
+            skipped_D = jnp.minimum(first, counts_D)
+            taken_D = jnp.clip(counts_D - first, 0, self.room)
+        row_R, end_D = jnp.arange(self.rows), jnp.cumsum(taken_D)
+        device_R = jnp.minimum((row_R[:, None] >= end_D).sum(1), self.devices - 1)
+        within_R = row_R - (end_D - taken_D)[device_R] + skipped_D[device_R]
+        leave_DE = jnp.cumsum(plan.counts_DE, 1) - plan.counts_DE
+        place_R = leave_DE[device_R, me] + within_R
+        return Arrived(device_R, place_R, row_R < end_D[-1])
 
     def _all_to_all(self, x_JM: jax.Array) -> jax.Array:
         """Equally many rows from each device to each."""

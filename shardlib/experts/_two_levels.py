@@ -9,8 +9,9 @@
     sums over nodes                 on the devices of the tokens
 
 A node is all devices with the same place along the axes across. A token that wants several experts
-of one node is sent to it once, with the numbers and weights of these experts, and what comes back
-is one row as well: the weighted sum of what they made of it.
+of one node is sent to it once, and what comes back is one row as well: the weighted sum of what
+they made of it. Which experts a token wants, and with what weights, is gathered from all nodes: it
+is little beside the rows, and a TPU pads short rows that it sends to 1,024 numbers.
 
 Each level has rounds of its own: what does not fit across goes in a further round, and so does what
 does not fit within.
@@ -35,9 +36,11 @@ from shardlib.experts._row_rounds import (
     RowSender,
     TokenLayout,
     in_rounds,
+    own_plan,
 )
 from shardlib.experts._rows import FURTHER_ROUNDS, Plan, RowExchange, Sending
 from shardlib.kernels._grouped_matmul import Groups
+from shardlib.kernels._shards import per_shard
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,16 @@ class Levels:
 
 
 class NodePlan(NamedTuple):
-    """Where tokens go across, and what they tell there."""
+    """Where tokens go across, and what the other nodes' tokens want.
+
+    - `across`: where this device's tokens go.
+    - `order_NP`: the places of tokens in the order of their nodes, of one device of each node.
+    - `expert_NTK`: the experts that these tokens want; -1 where a choice is none.
+    """
 
     across: Plan
-    expert: jax.Array  # of each choice, and
-    wanted: jax.Array  # whether it is one
+    order_NP: jax.Array
+    expert_NTK: jax.Array
 
 
 @dataclass(frozen=True)
@@ -140,35 +148,75 @@ class NodeRounds:
     def plan(self, choices: Choices) -> tuple[NodePlan, jax.Array]:
         """Where tokens go across, and how many rounds that takes."""
         node = choices.expert // self.levels.node_experts
-        number = jnp.arange(self.levels.nodes)
-        is_of_node = (node[..., None] == number) & choices.wanted[..., None]
-        is_wanted = is_of_node.any(-2)
-        # The nodes of a token come first, in their order.
-        first, order = lax.top_k(is_wanted.astype(jnp.int32), self.levels.most_nodes)
-        plan, rounds = self.sender.plan(order, first > 0)
-        return NodePlan(plan, choices.expert, choices.wanted), rounds
+        node = jnp.where(choices.wanted, node, self.levels.nodes)
+        distinct, is_wanted = nodes_of(node, self.levels.nodes, self.levels.most_nodes)
+        plan, rounds = self.sender.plan(distinct, is_wanted)
+
+        def run(order_P: jax.Array, expert: jax.Array) -> tuple[jax.Array, jax.Array]:
+            gathered = self._gathered(order_P[0]), self._gathered(_flat(expert))
+            return gathered[0][None], gathered[1][None]
+
+        layout = self.sender.layout
+        expert = jnp.where(choices.wanted, choices.expert, -1)
+        given, made = [layout.by_device(), layout.by_token()], (layout.by_device(),) * 2
+        order_NP, expert_NTK = per_shard(run, (plan.order_P, expert), given, made)
+        return NodePlan(plan, order_NP, expert_NTK), rounds
 
     def output(
         self, experts: GroupedExperts, number: jax.Array, plan: NodePlan, operands: Operands
     ) -> Made:
         """What the experts make of the tokens that are sent across in one round."""
         weight = operands.choice_weight
-        # Numbers of experts are sent with their weights, as floats and from one on: zeros are what
-        # an empty row has.
-        told = jnp.where(plan.wanted, plan.expert + 1, 0).astype(weight.dtype)
-        told = jnp.concatenate([lax.stop_gradient(told), weight], -1)
-        rows, told_rows, _ = self.sender.send(number, plan.across, operands.x, told)
-        within = self._within
-        choices = self._choices_of_rows(told_rows)
-        y, rounds = in_rounds(within, experts, rows, choices, operands.weights)
+        rows, _ = self.sender.send(number, plan.across, operands.x)
+        choices = self._choices_of_rows(number, plan, weight)
+        y, rounds = in_rounds(self._within, experts, rows, choices, operands.weights)
         once = jnp.ones((*operands.x.shape[:-1], self.levels.most_nodes), weight.dtype)
         made = self.sender.receive(number, plan.across, y, once)
         return Made(made.astype(operands.x.dtype), rounds - 1)
 
-    def _choices_of_rows(self, told_RJ: jax.Array) -> Choices:
+    def _choices_of_rows(self, number: jax.Array, plan: NodePlan, weight: jax.Array) -> Choices:
         """The choices of rows from other nodes, of experts of this node by their numbers in it."""
-        expert_RK, weight_RK = jnp.split(told_RJ, 2, -1)
-        first = lax.axis_index(self.levels.across) * self.levels.node_experts
-        number_RK = expert_RK.astype(jnp.int32) - 1 - first
-        is_here_RK = (number_RK >= 0) & (number_RK < self.levels.node_experts)
-        return Choices(jnp.where(is_here_RK, number_RK, 0), weight_RK, is_here_RK)
+        exchange, layout = self.sender.exchange, self.sender.layout
+
+        def run(number: Any, plan: Plan, *told: jax.Array) -> tuple[jax.Array, ...]:
+            (order_NP,), (expert_NTK,), weight = told
+            from_R, place_R, is_row_R = exchange.arrived(own_plan(plan), number)
+            token_R = order_NP.at[from_R, place_R].get(mode="clip") % exchange.tokens
+            weight_NTK = self._gathered(_flat(weight))
+            expert_RK = expert_NTK[from_R, token_R]
+            first = lax.axis_index(self.levels.across) * self.levels.node_experts
+            number_RK = expert_RK - first
+            is_here_RK = (number_RK >= 0) & (number_RK < self.levels.node_experts)
+            is_here_RK = is_here_RK & is_row_R[:, None]
+            return jnp.where(is_here_RK, number_RK, 0), weight_NTK[from_R, token_R], is_here_RK
+
+        arrays = [plan.order_NP, plan.expert_NTK, weight]
+        given = [layout.by_device(), layout.by_device(), layout.by_token()]
+        made = (layout.by_device(),) * 3
+        return Choices(*self.sender.with_plan(run, number, plan.across, arrays, given, made))
+
+    def _gathered(self, x: jax.Array) -> jax.Array:
+        """Arrays of all nodes, of the devices with this one's place in their node."""
+        return lax.all_gather(x, self.levels.across)
+
+
+def nodes_of(node: jax.Array, nodes: int, most: int) -> tuple[jax.Array, jax.Array]:
+    """The distinct nodes of each token, (..., most), and which of these there are.
+
+    >>> nodes_of(jnp.array([[3, 1, 3], [0, 0, 0]]), 4, 2)[0].tolist()
+    [[1, 3], [0, 1]]
+
+    Args:
+        node: of each choice, (..., choices); one number more than there are stands for none.
+        nodes: how many there are.
+        most: on how many a token's experts are at most.
+    """
+    is_wanted = (node[..., None] == jnp.arange(nodes)).any(-2)
+    # Those that are wanted come first, in their order.
+    first, order = lax.top_k(is_wanted.astype(jnp.int32), most)
+    return order, first > 0
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """The tokens of a device in one dim."""
+    return x.reshape(-1, x.shape[-1])

@@ -183,8 +183,13 @@ def use(
 
 
 @contextlib.contextmanager
-def put_in_force(rules: AxisRules, mesh: Mesh | None, kept: Remat | None) -> Iterator[Scope]:
-    """Put rules, a mesh if given, and what marked blocks keep in force, as `use` does."""
+def put_in_force(
+    rules: AxisRules, mesh: Mesh | None, kept: Remat | None, slow: tuple[str, ...] | None = None
+) -> Iterator[Scope]:
+    """Put rules, a mesh if given, and what marked blocks keep in force, as `use` does.
+
+    The axes along which the slow network joins devices are read off the mesh where `slow` is None.
+    """
     if mesh is not None:
         rules.check_mesh(mesh.shape)
     outer = _scope.value
@@ -194,7 +199,8 @@ def put_in_force(rules: AxisRules, mesh: Mesh | None, kept: Remat | None) -> Ite
     if outer is not None:
         scope = replace(scope, mesh=outer.mesh, torus=outer.torus, slow=outer.slow)
     if mesh is not None:
-        scope = replace(scope, torus=torus_dims(mesh), slow=slow_axes(mesh))
+        slow = slow_axes(mesh) if slow is None else slow
+        scope = replace(scope, torus=torus_dims(mesh), slow=slow)
     # Flax's variables cannot be laid out as they are made where there is no mesh.
     no_mesh = mesh is None and jax.sharding.get_abstract_mesh().empty
     pairs = pairs_of(rules) if flax is None else flax

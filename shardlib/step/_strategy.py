@@ -530,4 +530,4 @@ class Strategy:
 
         That is evaluation, sampling, or a plain `jax.jit`: `with strategy.scope():`.
         """
-        return put_in_force(self.rules, self.device_mesh, self.kept_by_blocks)
+        return put_in_force(self.rules, self.device_mesh, self.kept_by_blocks, self.crossing)
