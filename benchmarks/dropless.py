@@ -482,6 +482,7 @@ def trained() -> dict[str, float]:
 PARTS = {
     "errors": errors,
     "rows": rows_sent,
+    "across": rows_across,
     "buffers": lambda: {"buffer_ratio_max": buffer_ratio_max()},
     "layer": layer_figures,
     "trained": trained,

@@ -257,3 +257,42 @@ def test_coupling_warnings_work_for_single_examples_and_microbatches():
     assert not traced(
         COUPLED["centred"], sl.Strategy(mesh="model=8", rules=sl.AxisRules(batch=None, mlp="model"))
     )
+
+
+def gathered(x):
+    return lax.all_gather(x, "pod")[None][0, lax.axis_index("pod")]
+
+
+def gathered_within(x):
+    return lax.all_gather(x, "pod", axis=1)[None][0, :, lax.axis_index("pod")]
+
+
+def sent_and_returned(x):
+    halves = x.reshape(2, 1, -1, *x.shape[1:])
+    there = lax.all_to_all(halves, "pod", 0, 2)[None]
+    return lax.all_to_all(there[0], "pod", 2, 0).reshape(x.shape)
+
+
+def scattered(x):
+    copies = jnp.stack([x, jnp.zeros_like(x)])
+    return copies[0] + 0 * lax.psum_scatter(copies, "pod")[None][0]
+
+
+@pytest.mark.parametrize("moved", [gathered, gathered_within, sent_and_returned, scattered])
+def test_examples_that_go_to_some_devices_and_back_are_not_coupled(moved):
+    def loss(model, x, key):
+        return jnp.mean(moved(y(model, x)) ** 2)
+
+    def plain(model, x, key):
+        return jnp.mean(y(model, x) ** 2)
+
+    rules = sl.AxisRules(batch=("pod", "data"))
+    found = {}
+    for one in (loss, plain):
+        strategy = sl.Strategy(mesh="pod=2,data=4", rules=rules)
+        state = sl.init(make, optax.sgd(0.1), strategy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            state, _ = sl.train_step(one, strategy)(state, ROWS)
+        found[one.__name__] = jax.device_get(state.params["w"])
+    np.testing.assert_allclose(found["loss"], found["plain"], rtol=1e-6)

@@ -161,7 +161,11 @@ def test_a_step_of_a_model_equals_one_device():
     strategies = {
         "one": sl.Strategy(mesh=mesh_of("data=1"), rules=RULES),
         "two levels": sl.Strategy(
-            mesh="pod=2,data=2,model=2", dcn="pod", rules=SPLIT, zero=3, remat="full"
+            mesh="pod=2,data=2,model=2",
+            dcn="pod",
+            rules=SPLIT,
+            zero=sl.Zero(3, small=0),
+            remat="full",
         ),
     }
     results = {}

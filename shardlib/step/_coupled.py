@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib.layouts._checkpoint_policies import BY_EXAMPLE, SAME_RESULT
 from shardlib.modeling._random import is_row_key
-from shardlib.step._example_moves import MOVE_RULES
+from shardlib.step._example_moves import MOVE_RULES, between_devices
 from shardlib.step._example_rules import (
     REDUCTIONS,
     SAME_SHAPE_ALONG_AXIS,
@@ -246,13 +246,13 @@ class _Walk:
         grouped = params.get("axis_index_groups") is not None
         # Over some of the axes only, each group of devices would have another value.
         if grouped or not self.axes <= axes:
-            return resized(fact, equation.outvars[0].aval)
+            return between_devices(equation, fact)
         if fact.coupled:
             return fact
         completes_total = fact.total and name in _COLLECTIVE_OF[fact.total]
         if completes_total or name.startswith("all_gather"):
             return CONSTANT
-        return resized(fact, equation.outvars[0].aval)
+        return between_devices(equation, fact)
 
 
 def _all_joined(old: list[Fact], new: list[Fact], over_examples: bool) -> list[Fact]:

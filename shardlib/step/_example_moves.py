@@ -352,6 +352,28 @@ def _random_bits(equation: Any, operands: list[Fact]) -> Fact:
     return keys
 
 
+def between_devices(equation: Any, fact: Fact) -> Fact:
+    """What a collective over some of the axes makes of an array: dims that it adds or removes.
+
+    A dim for devices counts examples if the array has any, as each device has others.
+    """
+    aval, params, name = equation.outvars[0].aval, equation.params, equation.primitive.name
+    if fact.rows is None or params.get("tiled", True):
+        return resized(fact, aval)
+    rows = list(fact.rows)
+    if name == "all_to_all":
+        del rows[params["split_axis"]]
+        added = params["concat_axis"]
+    elif name.startswith("all_gather"):
+        added = params["all_gather_dimension"]
+    else:
+        # What is scattered loses the dim that is split among devices.
+        del rows[params["scatter_dimension"]]
+        return resized(with_rows(fact, tuple(rows)), aval)
+    rows.insert(added, ((aval.shape[added], bool(fact.dims)),))
+    return resized(replace(fact, rows=tuple(rows)), aval)
+
+
 # By the names of primitives, with underscores for hyphens.
 MOVE_RULES: dict[str, Callable[[Any, list[Fact]], Fact | list[Fact]]] = {
     "reshape": _reshape,
