@@ -114,7 +114,8 @@ def on_host(tree):
 LARGE = {"emb", "up", "down"}
 
 
-@pytest.mark.representative("muon", "by layer", "adafactor", "masked")
+@pytest.mark.representative("muon", "masked", "by layer")
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS],
@@ -128,7 +129,9 @@ def test_any_optimizer_moves_state_on_the_host_as_on_the_device(optimizer):
         assert (path in on_host(state.opt_state)) == follows, path
 
 
-@pytest.mark.representative("data=4,model=2-3-2-all", "data=8,model=1-2-1-parameters")
+@pytest.mark.representative("data=4,model=2-3-2-all")
+@pytest.mark.long
+@pytest.mark.sentinel("data=8,model=1-3-1-optimizer")
 @pytest.mark.parametrize(
     ("mesh", "zero", "accumulate", "offload"),
     [
@@ -140,7 +143,6 @@ def test_any_optimizer_moves_state_on_the_host_as_on_the_device(optimizer):
         ("data=4,model=2", 1, 1, "optimizer"),
     ],
 )
-@pytest.mark.long
 def test_on_every_mesh(mesh, zero, accumulate, offload):
     state = check_same("adamw", mesh, zero, accumulate, offload)
     assert on_host(state.params) == (set() if offload == "optimizer" else LARGE)
@@ -396,7 +398,8 @@ def bytes_on_host(state):
     return total
 
 
-@pytest.mark.representative("tpu:v5e:2x2-3-offload3", "tpu:v6e:1x1-0-all")
+@pytest.mark.representative("tpu:v5e:2x2-3-offload3")
+@pytest.mark.sentinel("tpu:v5e:2x2-3-all")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("target", "zero", "offload"),

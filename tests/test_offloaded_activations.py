@@ -92,6 +92,9 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.representative(
+    "one by one", "stage 3 microbatches", "products", "state on the host", "by offload"
+)
 @pytest.mark.long
 @pytest.mark.sentinel("stage 3")
 @pytest.mark.parametrize("case", CASES)
