@@ -537,16 +537,16 @@ def test_zero_over_the_axes_that_it_names():
 def test_zero_over_sequences_gathers_each_layer_and_scatters_its_gradients():
     """Of a layer's matrices, in float32; sums over the sequence are the partitioner's."""
     mesh = mesh_on("v5e:2x4", "data=2,context=4")
-    layers, width, hidden = 3, 256, 1024
+    layers, width, hidden = 3, 128, 512
     config = gpt.tiny(
-        layers=layers, width=width, heads=8, context=128, hidden=hidden, vocab=1024,
+        layers=layers, width=width, heads=8, context=64, hidden=hidden, vocab=256,
         positions="rotary", norm="rms", bias=False, attention=None,
     )  # fmt: skip
     rules = sl.rules.data | context("ring")
     strategy = sl.Strategy(mesh=mesh, rules=rules, zero=sl.Zero(3, small=width))
     make_model = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
     state = sl.init(make_model, optax.sgd(0.1), strategy, abstract=True)
-    batch = {"tokens": jax.ShapeDtypeStruct((8, 129), "int32")}
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 65), "int32")}
     with jax.default_matmul_precision("highest"):
         compiled = compile_for(mesh, sl.train_step(gpt.loss, strategy).lower(state, batch))
     sent = {}
