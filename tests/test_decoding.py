@@ -360,9 +360,9 @@ def test_decoding_refuses_what_it_cannot_do(call, message):
 
 # The program of a token.
 
-LAYERS, ROWS, SLOTS, WIDTH = 3, 8, 2048, 1024
+LAYERS, ROWS, SLOTS, WIDTH = 3, 8, 2048, 512
 LARGE = gpt.tiny(
-    layers=LAYERS, width=WIDTH, heads=16, kv_heads=4, context=SLOTS, vocab=1024,
+    layers=LAYERS, width=WIDTH, heads=8, kv_heads=4, context=SLOTS, vocab=1024,
     positions="rotary", norm="rms", mlp="swiglu", bias=False,
     dtype=jnp.bfloat16, param_dtype=jnp.bfloat16,
 )  # fmt: skip
