@@ -347,7 +347,7 @@ def test_attention_on_shards_matches_one_device(layout, where):
     check_on_shards(layout, where, "reference")
 
 
-@pytest.mark.representative("positions-in a step", "few key heads-automatic", "heads-own, checked")
+@pytest.mark.representative("heads-own, checked", "positions-in a step")
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "where"), PLACES)
 def test_attention_by_tpu_kernels_on_shards_matches_one_device(layout, where):

@@ -91,9 +91,7 @@ def check(loss, make_model=make, optimizer=None, rules=RULES, meshes=WHERE, batc
 
 
 @pytest.mark.representative(
-    "mean_of_means-loss|gradients-bf16",
-    "too_large-loss-bf16",
-    "too_large_in_one_gradient-gradients `up`-float32",
+    "mean_of_means-loss|gradients-bf16", "too_large_in_one_gradient-gradients `up`-float32"
 )
 @pytest.mark.long
 @pytest.mark.sentinel("one_left_out-loss|gradients-float32")

@@ -99,7 +99,10 @@ def test_codecs_leave_masked_elements_out_of_scales():
 
 
 @pytest.mark.representative(
-    "nan-Signs(scale='mean', block=2048)", "nan-Signs(scale='rms', block=16)"
+    "nan-Signs(scale='mean', block=2048)",
+    "nan-Signs(scale='rms', block=16)",
+    "nan-Integers(bits=8, block=256)",
+    "inf-Signs(scale='rms', block=16)",
 )
 @pytest.mark.long
 @pytest.mark.sentinel(
@@ -253,6 +256,7 @@ def test_compressed_gathers_and_scatters_are_close_with_exact_gradients(axis, di
 @pytest.mark.representative(
     "Signs(scale='mean', block=2048)-v5e:2x4",
     "Signs(scale='mean', block=2048)-h200:1x1x8",
+    "Integers(bits=8, block=256)-v5e:2x4",
     "Integers(bits=4, block=256)-v5e:2x4",
     "Integers(bits=4, block=256)-h200:1x1x8",
 )

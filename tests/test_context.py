@@ -334,7 +334,14 @@ def sent_by_theory(form, length, heads, key_heads, width):
     return sent
 
 
-@pytest.mark.representative("ring-cpu", "zigzag-cpu", "usp-cpu", "usp-v5e:2x4", "usp-h200:1x1x8")
+@pytest.mark.representative(
+    "ring-cpu",
+    "zigzag-cpu",
+    "ulysses, few key heads-cpu",
+    "usp-cpu",
+    "usp-v5e:2x4",
+    "usp-h200:1x1x8",
+)
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The out_shape and scratch_shapes:DeprecationWarning")
 @pytest.mark.parametrize("target", TARGETS)

@@ -172,13 +172,7 @@ def whole(loss):
 
 
 @pytest.mark.representative(
-    "one after the other",
-    "a recurrence",
-    "inner gradients of each",
-    "two views",
-    "batch statistics",
-    "all pairs",
-    "labels",
+    "a recurrence", "inner gradients of each", "two views", "all pairs", "labels"
 )
 @pytest.mark.long
 @pytest.mark.sentinel(

@@ -98,10 +98,14 @@ def assert_near(found, expected, tolerance=1e-6):
 
 
 @pytest.mark.representative(
-    "one device-drawn", "tensor-all to the same", "tensor, sequences-drawn", "pods of experts-drawn"
+    "two experts each-all to the same",
+    "tensor, sequences-drawn",
+    "pods of experts-drawn",
+    "no axis of the batch-all to the same",
 )
 @pytest.mark.long
 @pytest.mark.sentinel(
+    "one device-all to the same",
     "one expert each-drawn",
     "tensor-drawn",
     "pods-drawn",

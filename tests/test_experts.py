@@ -748,7 +748,7 @@ def test_per_layer_and_expert_optimizer_state_is_sharded_like_experts():
     assert found and all(spec[1] == "data" for spec in found.values()), found
 
 
-@pytest.mark.representative("models.moe-MoE")
+@pytest.mark.representative()
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "kind"), [(decoder, "MoE"), (translation, "Translation")])
 def test_moe_models_fused_loss_equals_the_plain_loss(model, kind):

@@ -511,6 +511,7 @@ def value_and_grad(structure, params, batch):
     return jax.value_and_grad(mean_loss)(params)
 
 
+@pytest.mark.representative("gpt2", "simulated kernels")
 @pytest.mark.long
 @pytest.mark.sentinel("norms by the reference")
 @pytest.mark.parametrize(

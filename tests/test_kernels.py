@@ -50,31 +50,33 @@ pytestmark = pytest.mark.usefixtures("simulators")
 
 
 @pytest.mark.representative(
+    "float32-softmax-tpu_simulated",
+    "float32-norm-tpu_simulated",
     "float32-head-reference",
+    "bfloat16-softmax-reference",
+    "bfloat16-norm-gpu_simulated",
+    "bfloat16-head-tpu_simulated",
     "float16-softmax-gpu_simulated",
-    "bfloat16-head-tpu_simulated",
-    "float32-norm-gpu_simulated",
-    "float32-norm-tpu_simulated",
-    "bfloat16-softmax-reference",
-    "bfloat16-norm-gpu_simulated",
-    "float32-softmax-tpu_simulated",
 )
-@pytest.mark.long(
-    *(f"float32-{op}-reference" for op in ("softmax", "norm", "head")),
-    "float32-head-tpu_simulated",
-    "bfloat16-head-reference",
-    *(f"float16-{op}-reference" for op in ("softmax", "norm")),
-    *(f"float16-{op}-gpu_simulated" for op in ("softmax", "norm")),
-    "bfloat16-norm-reference",
-    "bfloat16-softmax-reference",
-    "float32-norm-gpu_simulated",
-    "float32-norm-tpu_simulated",
-    "float32-softmax-gpu_simulated",
-    "float32-softmax-tpu_simulated",
-    "bfloat16-head-tpu_simulated",
-    "float16-head-reference",
-    "bfloat16-norm-tpu_simulated",
-    "bfloat16-norm-gpu_simulated",
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "float32-softmax-gpu",
+    "float32-norm-gpu",
+    "float32-head-gpu",
+    "float32-norm-tokamax",
+    "bfloat16-softmax-tpu_simulated",
+    "bfloat16-softmax-gpu_simulated",
+    "bfloat16-softmax-gpu",
+    "bfloat16-norm-gpu",
+    "bfloat16-head-gpu",
+    "bfloat16-norm-tokamax",
+    "float16-softmax-tpu_simulated",
+    "float16-norm-tpu_simulated",
+    "float16-head-tpu_simulated",
+    "float16-softmax-gpu",
+    "float16-norm-gpu",
+    "float16-head-gpu",
+    "float16-norm-tokamax",
 )
 @every
 @pytest.mark.parametrize("dtype", ROUNDING)

@@ -114,7 +114,7 @@ def on_host(tree):
 LARGE = {"emb", "up", "down"}
 
 
-@pytest.mark.representative("muon", "masked", "by layer")
+@pytest.mark.representative("muon", "by layer")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
@@ -129,7 +129,7 @@ def test_any_optimizer_moves_state_on_the_host_as_on_the_device(optimizer):
         assert (path in on_host(state.opt_state)) == follows, path
 
 
-@pytest.mark.representative("data=4,model=2-3-2-all")
+@pytest.mark.representative("data=4,model=2-3-2-all", "data=8,model=1-2-1-parameters")
 @pytest.mark.long
 @pytest.mark.sentinel("data=8,model=1-3-1-optimizer")
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ BY_HOST = sl.Offload(parameters=True, update="host")
 
 
 @pytest.mark.representative(
-    "masked-data=8,model=1-2-1-offload3",
-    "adamw-data=4,model=2-1-1-offload1",
-    "clipped updates-data=8,model=1-3-1-offload2",
+    "clipped updates-data=8,model=1-3-1-offload2", "masked-data=8,model=1-2-1-offload3"
 )
+@pytest.mark.long
+@pytest.mark.sentinel("adamw-data=4,model=2-3-2-offload0")
 @pytest.mark.parametrize(
     ("optimizer", "mesh", "zero", "accumulate", "offload"),
     [
@@ -169,7 +169,6 @@ BY_HOST = sl.Offload(parameters=True, update="host")
         ("lion", "data=8,model=1", 0, 1, BY_HOST),
     ],
 )
-@pytest.mark.long
 def test_the_host_updates_what_it_has(optimizer, mesh, zero, accumulate, offload):
     state = check_same(optimizer, mesh, zero, accumulate, offload)
     assert on_host(state.params) == (LARGE if offload.parameters else set())

@@ -114,6 +114,7 @@ def alone():
 
 
 @pytest.mark.representative(
+    "stage=4,data=1,model=2-OneFOneB",
     "stage=4,data=1,model=2-ZBH1",
     "stage=4,data=1,model=2-VHalf",
     "stage=2,data=2,model=2-GPipe",

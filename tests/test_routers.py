@@ -569,6 +569,7 @@ def after_a_step(router, devices):
     return jax.device_get((state.params, metrics))
 
 
+@pytest.mark.representative("groups", "hash", "expert choice")
 @pytest.mark.long
 @pytest.mark.sentinel("noisy")
 @pytest.mark.parametrize(

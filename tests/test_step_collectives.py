@@ -137,7 +137,7 @@ def test_sequence_parallelism_on_gpus_gathers_and_scatters_in_every_layer():
     )
 
 
-@pytest.mark.representative("4-v5e:2x4", "4-cpu", "4-h200:1x1x8")
+@pytest.mark.representative("4-v5e:2x4", "4-h200:1x1x8")
 @pytest.mark.long
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("accumulate", [1, 4])

@@ -115,7 +115,6 @@ def test_wire_dtype_step_stays_close_to_the_exact_step(stage, mesh, accumulate):
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.representative("3")
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_wire_dtype_bfloat16_loses_nothing_of_bfloat16_gradients(stage):

@@ -492,7 +492,7 @@ def in_bfloat16(stage, reduce="float32"):
     return losses, state, seen
 
 
-@pytest.mark.representative()
+@pytest.mark.representative("1-float32", "2-bf16")
 @pytest.mark.long
 @pytest.mark.sentinel("0-float32", "3-bf16")
 @pytest.mark.parametrize(
@@ -749,7 +749,6 @@ def test_zero_over_some_or_all_of_two_data_axes_equals_one_device(zero, dcn):
     )
 
 
-@pytest.mark.representative("1-accumulate1")
 @pytest.mark.long
 @pytest.mark.parametrize(("stage", "accumulate"), [(0, (1, 2)), (1, (1, 2))])
 def test_overlapped_exchange_equals_one_device(stage, accumulate):
