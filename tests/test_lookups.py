@@ -171,7 +171,7 @@ def test_lookups_on_three_mesh_axes_equal_one_device(loss, mesh):
     )
 
 
-@pytest.mark.representative("table over both", "context")
+@pytest.mark.representative("context")
 @pytest.mark.long
 @pytest.mark.sentinel("presets")
 @pytest.mark.parametrize("rules, mesh, options", SEVERAL.values(), ids=SEVERAL)

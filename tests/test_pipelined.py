@@ -267,6 +267,7 @@ def test_pipelined_encoder_decoder_equals_one_stage(schedule, remat, both_alone)
     assert_alike(stepped(strategy, make_both, loss_of_both), both_alone)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_pipelined_encoder_decoder_layers_are_stored_by_stage():
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
