@@ -68,6 +68,26 @@ def true(form, activation, arrays, cotangent):
         return jax.tree.map(np.asarray, found)
 
 
+@pytest.mark.representative()
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "float32-silu-glu",
+    "float32-silu-activate",
+    "float32-gelu-glu",
+    "float32-gelu-activate",
+    "float32-gelu_tanh-glu",
+    "float32-gelu_tanh-activate",
+    "float32-relu-glu",
+    "float32-relu-activate",
+    "float32-sigmoid-glu",
+    "float32-sigmoid-activate",
+    "bfloat16-silu-activate",
+    "bfloat16-gelu-glu",
+    "bfloat16-relu-glu",
+    "float16-gelu_tanh-activate",
+    "float16-sigmoid-glu",
+    "float64-silu-glu",
+)
 @every_form
 @every_activation
 @every_dtype
@@ -100,6 +120,15 @@ def test_activations_save_only_their_arguments_for_backward(form, activation, dt
     assert sizes == sorted((x.shape, x.dtype) for x in arrays.values()), saved
 
 
+@pytest.mark.representative(
+    "gelu-activate",
+    "gelu_tanh-glu",
+    "gelu_tanh-activate",
+    "relu-glu",
+    "relu-activate",
+    "sigmoid-glu",
+    "sigmoid-activate",
+)
 @pytest.mark.long
 @pytest.mark.sentinel("silu-glu")
 @every_form
@@ -113,6 +142,19 @@ def test_activations_have_second_derivatives_in_forward_and_reverse_mode(form, a
             near(found, wanted, 1e-12)
 
 
+@pytest.mark.representative()
+@pytest.mark.long(
+    "float16-silu",
+    "float16-gelu",
+    "float16-gelu_tanh",
+    "float16-relu",
+    "float16-sigmoid",
+    "float64-silu",
+    "float64-gelu",
+    "float64-gelu_tanh",
+    "float64-relu",
+    "float64-sigmoid",
+)
 @every_activation
 @every_dtype
 def test_activations_reach_their_limits_at_infinity_and_large_inputs(activation, dtype):
@@ -164,6 +206,19 @@ def test_activations_under_vmap_and_scan_match_a_loop(form, activation):
     near(jax.lax.scan(lambda none, one: (none, function(one)), None, stacked)[1], wanted, 1e-6)
 
 
+@pytest.mark.representative()
+@pytest.mark.long(
+    "unchecked-()-bfloat16-glu",
+    "unchecked-()-bfloat16-activate",
+    "unchecked-('data',)-bfloat16-glu",
+    "unchecked-('data',)-bfloat16-activate",
+    "unchecked-('data', 'model')-bfloat16-activate",
+    "checked-()-bfloat16-glu",
+    "checked-()-bfloat16-activate",
+    "checked-('data',)-bfloat16-glu",
+    "checked-('data',)-bfloat16-activate",
+    "checked-('data', 'model')-bfloat16-activate",
+)
 @every_form
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("axes", [(), ("data",), ("data", "model")], ids=str)

@@ -74,7 +74,8 @@ def everywhere(model, x, rng):
     return jnp.mean(folded(y) ** 2)
 
 
-@pytest.mark.long("options1", "options0", "options2")
+@pytest.mark.representative("options0")
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{}, {"zero": sl.Zero(3, small=0), "accumulate": [1, 2]}, {"manual": ()}]
 )
@@ -197,7 +198,9 @@ def centred(model, x, rng):
 TWO = sl.AxisRules(batch=("pod", "data"), embed=None, mlp="model")
 
 
-@pytest.mark.long("partly_automatic", "one_axis", "two_axes")
+@pytest.mark.representative("two_axes", "partly_automatic")
+@pytest.mark.long
+@pytest.mark.sentinel("automatic")
 @pytest.mark.parametrize(
     ("rules", "meshes", "options"),
     [

@@ -49,25 +49,29 @@ TAKEN = list(itertools.product(IMPLEMENTATIONS, MASKS))
 
 
 @pytest.mark.representative(
-    "tpu_simulated-starts",
-    "tpu_simulated-blocks of heads",
     "tpu_simulated-segments",
-    "tpu_simulated-causal window",
     "tpu_simulated-capped",
-)
-@pytest.mark.long(
-    *(f"tpu_simulated-{mask}" for mask in ("everything", "causal", "window", "causal window")),
-    *(f"tpu_simulated-{mask}" for mask in ("two segments", "capped", "blocks", "starts")),
-    "reference-everything",
     "tpu_simulated-blocks of heads",
-    "tpu_simulated-segments",
+    "tpu_simulated-starts",
+)
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "reference-causal",
+    "reference-window",
+    "reference-causal window",
+    "reference-segments",
+    "reference-two segments",
+    "reference-capped",
+    "reference-blocks",
+    "reference-blocks of heads",
+    "reference-starts",
 )
 @pytest.mark.parametrize(("implementation", "mask"), TAKEN)
 def test_attention_matches_float64_for_every_mask(implementation, mask):
     check(make(256, 256), MASKS[mask], implementation)
 
 
-@pytest.mark.representative("tpu_simulated-blocks of heads", "tpu_simulated-segments")
+@pytest.mark.representative("tpu_simulated-segments")
 @pytest.mark.long
 @pytest.mark.sentinel("reference-causal window")
 @pytest.mark.parametrize(
@@ -100,6 +104,7 @@ def test_attention_by_tpu_kernels_takes_heads_of_any_size(size):
     check(arrays, {"causal": True, "starts": (128, 0)}, "tpu_simulated", tolerance=3e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_attention_by_the_reference_matches_float64_for_random_masks():
     @given(st.data())
@@ -163,7 +168,7 @@ def test_attention_by_tpu_kernels_takes_traced_start_positions(mask, starts, mon
     near(found[1], compiled(attend, arrays, reference, COTANGENTS)[1], 6e-6, 1)
 
 
-@pytest.mark.representative("4", "5")
+@pytest.mark.representative("4")
 @pytest.mark.long
 @pytest.mark.parametrize("draw", range(7))
 def test_attention_by_tpu_kernels_over_many_blocks_matches_float64(draw, monkeypatch):
@@ -326,34 +331,30 @@ PLACES = (
 
 
 @pytest.mark.representative(
-    "heads-automatic",
     "heads-in a checked step",
-    "whole key heads-own, checked",
-    "whole key heads-in a step",
-    "few key heads-automatic",
-    "one key head-own",
-    "positions of queries-in a step",
-    "positions-own, checked",
     "few key heads-in a step",
+    "one key head-own",
+    "whole key heads-own, checked",
+    "positions-own, checked",
 )
 @pytest.mark.long
-@pytest.mark.sentinel(*(f"{layout}-{where}" for layout, where in PLACES[5::2]))
+@pytest.mark.sentinel(
+    "whole key heads-in a checked step", "positions-in a step", "positions of queries-automatic"
+)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_attention_on_shards_matches_one_device(layout, where):
     check_on_shards(layout, where, "reference")
 
 
-@pytest.mark.representative("positions-in a step", "few key heads-automatic", "heads-own, checked")
+@pytest.mark.representative("heads-own, checked", "positions-in a step")
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "where"), PLACES)
 def test_attention_by_tpu_kernels_on_shards_matches_one_device(layout, where):
     check_on_shards(layout, where, "tpu_simulated")
 
 
-@pytest.mark.representative(
-    "few key heads-in a step", "heads-own, checked", "positions of queries-automatic"
-)
+@pytest.mark.representative("few key heads-in a step", "positions of queries-automatic")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "where"), [place for place in PLACES if place[1] != "in a checked step"]
@@ -496,10 +497,7 @@ ON_TPUS = ("tpu:v4:2x2x1", "tpu:v5e:2x2", "tpu:v5p:2x2x1", "tpu:v6e:2x2")
 
 
 @pytest.mark.representative(
-    "window, capped-tpu:v5p:2x2x1",
-    "segments, sinks-tpu:v4:2x2x1",
-    "blocks-tpu:v6e:2x2",
-    "small heads-tpu:v5e:2x2",
+    "small heads-tpu:v5e:2x2", "window, capped-tpu:v5p:2x2x1", "segments, sinks-tpu:v4:2x2x1"
 )
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
@@ -531,9 +529,9 @@ def test_attention_compiles_for_tpu_without_storing_its_scores(case, target):
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 2
 
 
-@pytest.mark.representative("True-tpu:v4:2x2x1", "False-tpu:v5p:2x2x1")
-@pytest.mark.tpu_compiler
+@pytest.mark.representative("True-tpu:v4:2x2x1")
 @pytest.mark.sentinel("False-tpu:v5e:2x2")
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("checked", "target"), list(zip([True, False, False, True], ON_TPUS, strict=True))
 )
@@ -756,6 +754,7 @@ UPPER = np.triu(np.ones((2, 2), bool), 1)
 ONE_EMPTY = np.stack([np.ones((2, 2), bool), np.zeros((2, 2), bool)])
 
 
+@pytest.mark.representative("reference-2-options0", "tpu_simulated-2-options1")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("heads", "options"),

@@ -89,6 +89,7 @@ def test_attention_by_tokamax_matches_float64(mask, kind, plain_kernels, monkeyp
     check(make(256, 256), MASKS[mask], "tokamax")
 
 
+@pytest.mark.representative("mask0-starts0", "mask0-starts2", "mask1-starts1", "mask2-starts3")
 @in_its_environment
 @pytest.mark.parametrize("starts", [(0, 0), (300, 0), (64, 128), (0, 300)])
 @pytest.mark.parametrize("mask", [{"causal": True}, {"window": (40, 70)}, {"window": (None, 9)}])

@@ -90,6 +90,9 @@ def check(loss, make_model=make, optimizer=None, rules=RULES, meshes=WHERE, batc
     return testing.check_step(make_model, optimizer, loss, given, rules, meshes=meshes, **options)
 
 
+@pytest.mark.representative(
+    "mean_of_means-loss|gradients-bf16", "too_large_in_one_gradient-gradients `up`-float32"
+)
 @pytest.mark.long
 @pytest.mark.sentinel("one_left_out-loss|gradients-float32")
 @pytest.mark.filterwarnings("ignore:The loss makes the examples depend")
@@ -113,6 +116,7 @@ def test_check_step_reports_errors_larger_than_rounding(loss, kind, precision):
         check(loss, precision=precision, steps=1)
 
 
+@pytest.mark.representative("bfloat16-float32")
 @pytest.mark.long
 @pytest.mark.parametrize(("stored", "precision"), [("float32", "bf16"), ("bfloat16", "float32")])
 def test_check_step_accepts_rounding(stored, precision):
@@ -205,6 +209,7 @@ def test_check_step_does_not_accept_nan_as_rounding():
         check(lambda *given: right(*given) * jnp.nan, steps=1)
 
 
+@pytest.mark.representative("meshes1")
 @pytest.mark.long
 @pytest.mark.parametrize("meshes", [None, ["data=4,tensor=2"]])
 def test_check_step_takes_parameter_specs_on_axes_without_rules(meshes, monkeypatch):
@@ -298,6 +303,7 @@ def gradient_of(loss, make_model, mesh="data=8", **options):
     return np.asarray(state.opt_state["table"], np.float64)
 
 
+@pytest.mark.representative("stored-True", "cast-False")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("narrow", "tied"), [("computed", True), ("computed", False), ("stored", True), ("cast", False)]
@@ -371,6 +377,7 @@ def dropped(model, batch, rng):
     return right(model, {**batch, "x": sl.shard(batch["x"] * kept, "batch", None, "embed")}, rng)
 
 
+@pytest.mark.representative("options0")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{"zero": sl.Zero(3, small=0), "accumulate": 2, "clip": 1.0}, {"manual": ()}]
@@ -599,6 +606,8 @@ def test_train_step_is_refused_when_jit_is_disabled():
                 run()
 
 
+@pytest.mark.representative()
+@pytest.mark.long("options0-bfloat16", "options1-float32")
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{"zero": sl.Zero(3, small=0)}, {"accumulate": 2, "clip": 1.0}])
 def test_train_step_applies_strict_promotion_only_to_the_loss(stored, options):

@@ -126,8 +126,9 @@ def no_failed_read_is_left():
     gc.unfreeze()
 
 
+@pytest.mark.representative("data and tensor")
 @pytest.mark.long
-@pytest.mark.sentinel("stage 1")
+@pytest.mark.sentinel("stage 3")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_checkpoints_restore_every_bit_onto_any_mesh_and_zero_stage(saved, name):
     like = start(STRATEGIES[name], abstract=True)

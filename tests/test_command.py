@@ -224,6 +224,7 @@ def test_plan_command_reports_a_mistake_as_one_message(
         )
 
 
+@pytest.mark.representative("dying-died (signal SIGABRT). Its last words:")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "function, message",

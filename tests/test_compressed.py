@@ -32,6 +32,9 @@ def on(mesh, function, *specs, out=WHOLE):
     )
 
 
+@pytest.mark.representative(
+    "Signs(scale='mean', block=2048)", "Integers(bits=4, block=256)", "Integers(bits=8, block=16)"
+)
 @pytest.mark.long
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @given(
@@ -95,7 +98,20 @@ def test_codecs_leave_masked_elements_out_of_scales():
     ]
 
 
-@pytest.mark.long("nan-Signs(scale='rms', block=16)", "nan-Signs(scale='mean', block=2048)")
+@pytest.mark.representative(
+    "nan-Signs(scale='mean', block=2048)",
+    "nan-Signs(scale='rms', block=16)",
+    "nan-Integers(bits=8, block=256)",
+    "inf-Signs(scale='rms', block=16)",
+)
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "nan-Integers(bits=4, block=256)",
+    "inf-Signs(scale='mean', block=2048)",
+    "inf-Integers(bits=4, block=256)",
+    "-inf-Signs(scale='mean', block=2048)",
+    "-inf-Integers(bits=4, block=256)",
+)
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_codecs_keep_nonfinite_values_within_their_row(codec, bad):
@@ -127,6 +143,13 @@ def reference(arrays, errors, codec, shared=1):
     )
 
 
+@pytest.mark.representative(
+    "a-shared0-Integers(bits=4, block=8)",
+    "axis1-shared1-Signs(scale='mean', block=2048)",
+    "axis2-shared2-Signs(scale='rms', block=2048)",
+    "axis2-shared2-Integers(bits=4, block=8)",
+    "a-shared4-Signs(scale='mean', block=2048)",
+)
 @pytest.mark.long
 @pytest.mark.sentinel("b-shared3-Integers(bits=4, block=8)")
 @pytest.mark.parametrize("codec", [Signs(), Signs("rms"), Integers(4, block=8)], ids=repr)
@@ -230,6 +253,14 @@ def test_compressed_gathers_and_scatters_are_close_with_exact_gradients(axis, di
     np.testing.assert_allclose(of_sum(x, weights), weights, rtol=1e-6)
 
 
+@pytest.mark.representative(
+    "Signs(scale='mean', block=2048)-v5e:2x4",
+    "Signs(scale='mean', block=2048)-h200:1x1x8",
+    "Integers(bits=8, block=256)-v5e:2x4",
+    "Integers(bits=4, block=256)-v5e:2x4",
+    "Integers(bits=4, block=256)-h200:1x1x8",
+)
+@pytest.mark.long("Integers(bits=8, block=256)-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("codec", [Signs(), Integers(8), Integers(4)], ids=repr)
 def test_compressed_collectives_send_the_bytes_of_the_formulas(platform, codec):

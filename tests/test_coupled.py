@@ -171,17 +171,12 @@ def whole(loss):
         return jax.vmap(alone, axis_name="data")(jnp.asarray(ROWS)[None])
 
 
-@pytest.mark.long(
-    "two sums",
-    "one after the other",
-    "a recurrence",
-    "two views",
-    "flattened",
-    "by einsum",
-    "a mean by hand",
-    "labels",
-    "inner gradients of each",
-    "labels of a sequence",
+@pytest.mark.representative(
+    "a recurrence", "inner gradients of each", "two views", "all pairs", "labels"
+)
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "a mean", "added up in a loop", "flattened and back", "groups of examples", "a metric"
 )
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
 def test_uncoupled_loss_is_not_warned_about_and_matches_one_device(loss):
@@ -205,18 +200,19 @@ def test_coupled_loss_is_warned_about_with_its_line(loss):
     assert ("perplexity" in said) == (loss is COUPLED["a metric"])
 
 
-@pytest.mark.long(
-    "differences of pairs",
+@pytest.mark.representative(
     "a variance",
     "a cumulative sum",
+    "inner gradients",
     "a while loop",
-    "a mean with where",
     "a maximum",
-    "products of pairs",
-    "a norm",
-    "a mean of a part",
-    "a guarded weight",
+    "differences of pairs",
+    "a softmax over examples",
+    "a moving average",
+    "a recomputed block",
 )
+@pytest.mark.long
+@pytest.mark.sentinel("centred", "a branch", "a sum", "an order", "a metric")
 @pytest.mark.parametrize("loss", COUPLED.values(), ids=COUPLED)
 def test_coupled_loss_is_wrong_with_manual_axes_and_right_without(loss):
     alone = sl.Strategy(mesh="data=8", rules=sl.rules.data, manual=())

@@ -71,6 +71,8 @@ def without_cache(model, prompts, tokens):
 # With a cache, and without one.
 
 
+@pytest.mark.representative()
+@pytest.mark.long("gpt2", "padded vocabulary, scores in memory")
 @every_config
 def test_decoding_with_a_cache_equals_a_whole_pass_for_each_token(config):
     model, prompts = make(config), tokens_of(config, length=5)
@@ -83,6 +85,8 @@ def test_decoding_with_a_cache_equals_a_whole_pass_for_each_token(config):
     np.testing.assert_array_equal(fewer, expected[:, :3])
 
 
+@pytest.mark.representative()
+@pytest.mark.long("gpt1", "padded vocabulary, scores in memory")
 @every_config
 def test_decoding_logits_equal_those_of_a_whole_pass(config):
     model, tokens = make(config), tokens_of(config)
@@ -97,6 +101,9 @@ def test_decoding_logits_equal_those_of_a_whole_pass(config):
     assert int(cache.length) == 16
 
 
+@pytest.mark.representative()
+@pytest.mark.long
+@pytest.mark.sentinel("llama-3", "llama-16")
 @pytest.mark.parametrize("chunk", [3, 5, 16])
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_decoding_of_a_prompt_in_chunks_equals_that_of_a_whole_prompt(config, chunk):
@@ -116,6 +123,8 @@ def test_decoding_of_a_prompt_in_chunks_equals_that_of_a_whole_prompt(config, ch
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.representative()
+@pytest.mark.long("gpt1", "gpt2")
 @every_config
 def test_decoding_of_prompts_of_different_lengths_equals_each_alone(config):
     model, tokens = make(config), tokens_of(config)
@@ -170,21 +179,18 @@ def on_one_device(config, chunk):
 
 
 @pytest.mark.representative(
-    "gpt2-data-whole",
+    "gpt2-both-whole",
     "gpt2-ring-chunks",
-    "gpt2-zigzag-whole",
     "gpt2-ulysses-chunks",
-    "gpt2-both-chunks",
     "gpt2-whole key heads-whole",
-    "llama-stages-chunks",
-    "llama-zigzag-chunks",
-    "llama-model-whole",
-    "llama-ring-whole",
-    "llama-sequence-chunks",
     "llama-data-chunks",
+    "llama-model-whole",
+    "llama-sequence-chunks",
+    "llama-zigzag-chunks",
+    "llama-stages-chunks",
 )
 @pytest.mark.long
-@pytest.mark.sentinel("gpt2-both-whole", "llama-ring-chunks")
+@pytest.mark.sentinel("llama-ring-chunks")
 @pytest.mark.parametrize("chunk", [None, 4], ids=["whole", "chunks"])
 @pytest.mark.parametrize("where", MESHES)
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -354,9 +360,9 @@ def test_decoding_refuses_what_it_cannot_do(call, message):
 
 # The program of a token.
 
-LAYERS, ROWS, SLOTS, WIDTH = 3, 8, 2048, 1024
+LAYERS, ROWS, SLOTS, WIDTH = 3, 8, 2048, 512
 LARGE = gpt.tiny(
-    layers=LAYERS, width=WIDTH, heads=16, kv_heads=4, context=SLOTS, vocab=1024,
+    layers=LAYERS, width=WIDTH, heads=8, kv_heads=4, context=SLOTS, vocab=1024,
     positions="rotary", norm="rms", mlp="swiglu", bias=False,
     dtype=jnp.bfloat16, param_dtype=jnp.bfloat16,
 )  # fmt: skip

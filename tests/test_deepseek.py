@@ -245,9 +245,8 @@ MESHES = {
 }
 
 
-@pytest.mark.representative("zero 3", "pipeline", "ring", "data and tensor", "minimal")
+@pytest.mark.representative("data and tensor", "ring", "pipeline")
 @pytest.mark.long
-@pytest.mark.sentinel("automatic")
 @pytest.mark.parametrize("name", MESHES)
 def test_a_small_deepseek_trains_as_on_one_device(name):
     mesh, rules, options = MESHES[name]

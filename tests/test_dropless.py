@@ -97,20 +97,22 @@ def assert_near(found, expected, tolerance=1e-6):
     jax.tree.map(check, found, expected)
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.long(
-    "one of two axes of the batch-drawn",
-    "pods of experts-all to the same",
-    "no axis of the batch-drawn",
-    "tensor, sequences-all to the same",
-    "two experts each-drawn",
-    "tensor-all to the same",
-    "one expert each-all to the same",
+@pytest.mark.representative(
+    "two experts each-all to the same",
     "tensor, sequences-drawn",
     "pods of experts-drawn",
-    "pods-all to the same",
+    "no axis of the batch-all to the same",
 )
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "one device-all to the same",
+    "one expert each-drawn",
+    "tensor-drawn",
+    "pods-drawn",
+    "one of two axes of the batch-all to the same",
+)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_outputs_and_gradients_equal_one_device(mesh, gate):
     text, rules = MESHES[mesh]
     arrays = X, GATES[gate], WEIGHTS
@@ -175,11 +177,10 @@ def test_a_function_of_experts_may_read_other_arrays():
     assert_near((found[0], found[3]), (by_hand[0], by_hand[3]))
 
 
-@pytest.mark.representative("3-full", "0-none")
+@pytest.mark.representative("3-minimal")
+@pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "full", "minimal"])
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.long
-@pytest.mark.sentinel("3-minimal")
 def test_a_step_of_a_model_equals_one_device(stage, remat):
     config = decoder.tiny(
         width=16, heads=2, context=8, vocab=32, hidden=32, layers=2, every=1, mlp="swiglu"
@@ -319,6 +320,7 @@ def test_rows_are_sent_four_times_a_layer(remat, times):
     assert not [one for one in found if one.kind == "all-to-all"]
 
 
+@pytest.mark.long("options5-does not divide the 32 tokens")
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -97,6 +97,7 @@ PRESETS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(data=st.data())

@@ -69,15 +69,9 @@ def algorithm_1(gates, capacity, drawn):
     return weight, loss
 
 
-@pytest.mark.long(
-    "0.25-scatter",
-    "0.6-scatter",
-    "0.6-einsum",
-    "1.0-scatter",
-    "4.0-scatter",
-    "0.25-einsum",
-    "1.0-einsum",
-)
+@pytest.mark.representative("0.25-scatter", "0.25-einsum", "1.0-scatter")
+@pytest.mark.long
+@pytest.mark.sentinel("4.0-einsum")
 @pytest.mark.parametrize("form", ["scatter", "einsum"])
 @pytest.mark.parametrize("capacity", [0.25, 0.6, 1.0, 4.0])
 def test_top2_router_follows_gshard_algorithm_1(form, capacity):
@@ -227,6 +221,11 @@ def test_experts_ignore_padding(form):
 # The forms
 
 
+@pytest.mark.representative(
+    "Top2(capacity=0.5, jitter=0.0)",
+    "Switch(capacity=1.25, jitter=0.01)",
+    "TopK(choices=2, capacity=None, jitter=0.0, renormalize=True, groups=1, groups_taken=1)",
+)
 @pytest.mark.long
 @pytest.mark.parametrize("router", ROUTERS, ids=str)
 def test_dispatch_forms_give_equal_values_and_gradients(router):
@@ -257,6 +256,7 @@ def test_dispatch_forms_give_equal_values_and_gradients(router):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *found)
 
 
+@pytest.mark.representative("3", "768")
 @pytest.mark.long
 @pytest.mark.parametrize("count", [3, 300, 768])
 def test_router_logits_and_top_k_are_right_for_any_number_of_experts(count):
@@ -351,11 +351,9 @@ def check_mesh(on_one_device, mesh, config, **options):
 PAIRS = [(Top2(), "scatter"), (Switch(), "einsum"), (TopK(2), "scatter")]
 
 
-@pytest.mark.representative(
-    "7-sequence, too", "5-apart, of the batch too", "4-an axis of their own", "2-two experts each"
-)
+@pytest.mark.representative("5-apart, of the batch too", "7-sequence, too")
 @pytest.mark.long
-@pytest.mark.sentinel("6-both axes")
+@pytest.mark.sentinel("4-an axis of their own")
 @pytest.mark.parametrize(("number", "mesh"), list(enumerate(MESHES)))
 def test_experts_on_every_mesh_match_one_device(on_one_device, number, mesh):
     router, form = PAIRS[number % 3]
@@ -478,6 +476,8 @@ def test_experts_not_divisible_by_the_mesh_axis_are_refused(experts):
         after_a_step(replace(CONFIG, experts=experts), *MESHES["one axis"])
 
 
+@pytest.mark.representative()
+@pytest.mark.long("data=2,expert=4-rules1-None", "data=4,model=2-rules2-None")
 @pytest.mark.parametrize(
     ("mesh", "rules", "manual"),
     [
@@ -748,7 +748,7 @@ def test_per_layer_and_expert_optimizer_state_is_sharded_like_experts():
     assert found and all(spec[1] == "data" for spec in found.values()), found
 
 
-@pytest.mark.representative("models.moe-MoE")
+@pytest.mark.representative()
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "kind"), [(decoder, "MoE"), (translation, "Translation")])
 def test_moe_models_fused_loss_equals_the_plain_loss(model, kind):

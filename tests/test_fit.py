@@ -136,7 +136,6 @@ class Source(list):
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("11")
 @pytest.mark.parametrize("count", [5, 8, 11])
 def test_fit_resumes_a_lost_run_to_the_identical_result(undisturbed, tmp_path, count):
     source = Source(text(), count)
@@ -154,7 +153,7 @@ def test_fit_resumes_a_lost_run_to_the_identical_result(undisturbed, tmp_path, c
     ]
 
 
-@pytest.mark.representative("data=2,model=4")
+@pytest.mark.representative()
 @pytest.mark.long
 @pytest.mark.parametrize("other", ["data=8", "data=2,model=4"])
 def test_fit_resumes_on_another_mesh_and_zero_stage(undisturbed, tmp_path, other):
@@ -369,6 +368,8 @@ def test_fit_locates_nonfinite_values_down_to_the_example(tmp_path):
     assert told.endswith(f"; the batch is not finite in example 3, device {device} of process 0")
 
 
+@pytest.mark.representative()
+@pytest.mark.long("0-model=2,data=4", "3-data=4,model=2", "9-model=2,data=4", "14-data=4,model=2")
 @pytest.mark.parametrize("mesh", ["data=4,model=2", "model=2,data=4"])
 @pytest.mark.parametrize("example", [0, 3, 9, 14])
 def test_fit_names_device_and_microbatch_of_a_nonfinite_loss(mesh, example):
@@ -595,6 +596,7 @@ def test_fit_refuses_a_wrong_step_or_loop_by_name():
 # Evaluation.
 
 
+@pytest.mark.representative("data=8-options0", "data=2,model=4-options3")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "options"),

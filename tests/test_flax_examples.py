@@ -51,7 +51,7 @@ def lm1b_nnx():
     return examples.NnxLM(nnx.Rngs(0))
 
 
-@pytest.mark.representative("gemma", "lm1b_linen")
+@pytest.mark.representative("lm1b_linen")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "loss", "mesh"),

@@ -63,6 +63,16 @@ def counted(where, remat):
     return sl.planning.flops(*made(where, remat))
 
 
+@pytest.mark.representative()
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "none-data",
+    "selective-tensor",
+    "minimal-stage 3",
+    "dots-data",
+    "dots_without_batch-tensor",
+    "full-stage 3",
+)
 @pytest.mark.parametrize("where", STRATEGIES)
 @pytest.mark.parametrize("remat", AGAIN)
 def test_flops_say_what_each_policy_recomputes(where, remat):
@@ -82,7 +92,7 @@ def test_flops_are_those_of_the_compiled_program(where, remat):
     assert 8 * compiled_flops(compiled) == pytest.approx(counted(where, remat).total, rel=0.02)
 
 
-@pytest.mark.representative("stage 3-selective", "tensor-full")
+@pytest.mark.representative("stage 3-selective")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("remat", ["selective", "full"])
 @pytest.mark.parametrize("where", ["stage 3", "tensor"])

@@ -195,6 +195,7 @@ def taken(advice):
     return eval(code, {"sl": sl})
 
 
+@pytest.mark.representative("dots")
 @pytest.mark.long
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_advice_where_a_step_does_not_fit_is_a_value_that_fits(remat, monkeypatch):
@@ -252,7 +253,7 @@ def test_advice_for_a_tpu_has_inputs_on_the_host_where_they_are_too_much(monkeyp
     assert after.fits and after.memory.host_bytes == LAYERS * inputs
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 def test_advice_for_a_tpu_is_a_value_that_fits(monkeypatch, tmp_path):
     target, many = "tpu:v5e:2x4", {"rows": 32 * ROWS, "dtype": "bfloat16"}

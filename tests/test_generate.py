@@ -56,8 +56,8 @@ def written(trained, capsys):
     compilation_cache.reset_cache()  # it stays open otherwise, for all tests that follow
 
 
+@pytest.mark.representative("bpe:300")
 @pytest.mark.long
-@pytest.mark.sentinel("bytes")
 def test_generate_goes_on_with_prompts_the_same_on_every_mesh(written):
     prompts = ("--prompt", "def f", "--prompt", "    return x", "--tokens", "12")
     shown = written(*prompts)
@@ -70,8 +70,8 @@ def test_generate_goes_on_with_prompts_the_same_on_every_mesh(written):
     assert "tokens of step 2 in" in written("--step", "2", "--tokens", "3").err
 
 
-@pytest.mark.long
-@pytest.mark.sentinel("bytes")
+@pytest.mark.representative()
+@pytest.mark.long("bpe:300")
 def test_generate_takes_how_tokens_are_chosen(written):
     cold = written("--prompt", "def", "--tokens", "8", "--temperature", "0").out
     for option in (("--top-k", "1"), ("--top-p", "0.0001")):

@@ -253,6 +253,7 @@ def test_gpt_attention_by_a_gpu_kernel_is_refused_on_cpu(dtype, name):
         call(make(config), tokens_of(config))
 
 
+@pytest.mark.representative("gpt2")
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
 def test_gpt_attention_by_cudnn_compiles_to_two_calls_without_a_mask(config):
@@ -291,6 +292,7 @@ def test_gpt_attention_by_cudnn_has_no_scores_to_recompute():
     assert lowered_with_cudnn("selective").as_text() == lowered_with_cudnn("none").as_text()
 
 
+@pytest.mark.representative("minimal-calls1", "remat2-calls2")
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("remat", "calls"),
@@ -346,6 +348,8 @@ def test_gpt_token_outside_the_vocabulary_gives_nan():
         assert jnp.isnan(call(model, tokens)[0, 3]).all()
 
 
+@pytest.mark.representative()
+@pytest.mark.long("gpt2")
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])
 def test_gpt_scanned_blocks_equal_a_loop_over_layers(config):
     model, tokens = make(replace(config, layers=3)), tokens_of(config)
@@ -380,23 +384,25 @@ def test_gpt_positions_may_be_in_any_order_and_differ_by_row():
     np.testing.assert_array_equal(sines, sin[order])
 
 
-@pytest.mark.long("3")
+@functools.cache
+def trained(unroll):
+    config = gpt.tiny(layers=3, norm="rms", mlp="swiglu", bias=False, unroll=unroll)
+    strategy = sl.Strategy(
+        mesh="data=4,model=2",
+        rules=sl.rules.data | sl.rules.tensor,
+        zero=sl.Zero(3, small=0),
+        remat=sl.Remat.save("context"),
+        accumulate=2,
+    )
+    state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (8, 17), dtype=np.int32)
+    state, metrics = sl.train_step(gpt.loss, strategy)(state, {"tokens": tokens})
+    return metrics["loss"], jax.tree.map(np.asarray, state.params)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("unroll", [2, 3])  # with a layer left over, and without a loop
 def test_gpt_layers_that_are_written_out_train_as_those_of_a_loop(unroll):
-    def trained(unroll):
-        config = gpt.tiny(layers=3, norm="rms", mlp="swiglu", bias=False, unroll=unroll)
-        strategy = sl.Strategy(
-            mesh="data=4,model=2",
-            rules=sl.rules.data | sl.rules.tensor,
-            zero=sl.Zero(3, small=0),
-            remat=sl.Remat.save("context"),
-            accumulate=2,
-        )
-        state = sl.init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
-        tokens = np.random.default_rng(0).integers(0, config.vocab, (8, 17), dtype=np.int32)
-        state, metrics = sl.train_step(gpt.loss, strategy)(state, {"tokens": tokens})
-        return metrics["loss"], jax.tree.map(np.asarray, state.params)
-
     (loss, params), (expected_loss, expected) = trained(unroll), trained(1)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
@@ -505,6 +511,7 @@ def value_and_grad(structure, params, batch):
     return jax.value_and_grad(mean_loss)(params)
 
 
+@pytest.mark.representative("gpt2", "simulated kernels")
 @pytest.mark.long
 @pytest.mark.sentinel("norms by the reference")
 @pytest.mark.parametrize(
@@ -606,7 +613,9 @@ def compiled_collectives(config, rules, kind):
         )
 
 
-@pytest.mark.long("cpu-gpt1", "cpu-llama3_8b")
+@pytest.mark.representative("cpu-gpt1", "v5e:2x4-llama3_8b")
+@pytest.mark.long
+@pytest.mark.sentinel("cpu-gpt2")
 @pytest.mark.parametrize(
     ("kind", "preset"),
     [
@@ -631,6 +640,7 @@ def test_gpt_tensor_parallelism_uses_the_collectives_of_megatron(preset, kind):
         assert all(one.shapes.count(STREAM) <= 1 for one in found), summary(found)
 
 
+@pytest.mark.representative("gpt2")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("preset", [gpt.gpt2, gpt.llama3_8b])
 def test_gpt_sequence_parallelism_uses_the_collectives_of_megatron(preset):

@@ -59,6 +59,8 @@ def lowered_with_gradients(mesh, rows, features, columns, count, implementation)
         return jax.jit(both).lower(*arrays, shape(count, dtype="int32"), shape(rows, columns))
 
 
+@pytest.mark.representative()
+@pytest.mark.long("130-sizes2-reference", "128-sizes3-tpu_simulated")
 @pytest.mark.parametrize("implementation", ["reference", "ragged_dot", "tpu_simulated"])
 @pytest.mark.parametrize(
     ("rows", "sizes"), [(256, SIZES), (256, (0, 256, 0, 0)), (130, (5, 6, 7, 0)), (128, (0,) * 4)]
@@ -155,6 +157,15 @@ def test_blocks_of_rows_have_groups_of_their_own():
     np.testing.assert_allclose(y, np.concatenate(expected), atol=1e-5)
 
 
+@pytest.mark.representative()
+@pytest.mark.long(
+    "names0-row_axes0-feature_axes0",
+    "names0-row_axes3-feature_axes3",
+    "names1-row_axes1-feature_axes1",
+    "names1-row_axes2-feature_axes2",
+    "None-row_axes0-feature_axes0",
+    "None-row_axes3-feature_axes3",
+)
 @pytest.mark.parametrize(
     ("row_axes", "feature_axes"),
     [((), ()), (("data",), ()), ((), ("model",)), (("data",), ("model",))],

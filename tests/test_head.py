@@ -15,11 +15,20 @@ P = jax.P
 pytestmark = pytest.mark.usefixtures("simulators")
 
 
-@pytest.mark.long(
+@pytest.mark.representative(
     "automatic-reference-data",
-    *(f"own-reference-{over}" for over in ("data", "model", None)),
-    *(f"own-tpu_simulated-{over}" for over in ("data", "model", None)),
-    "automatic-reference-model",
+    "automatic-reference-None",
+    "own-reference-model",
+    "own-tpu_simulated-model",
+)
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "automatic-tpu_simulated-data",
+    "automatic-tpu_simulated-model",
+    "in a step-reference-model",
+    "in a step-tpu_simulated-data",
+    "own, checked-reference-data",
+    "own, checked-reference-model",
 )
 @pytest.mark.parametrize("over", ["data", "model", None])
 @pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
@@ -68,11 +77,8 @@ def test_linear_cross_entropy_on_a_mesh_equals_one_device(over, implementation, 
         near(jax.jit(run)(arrays, cotangent), wanted, 2e-6)
 
 
-@pytest.mark.long(
-    *(f"{rows}-1-{dtype}" for rows in (100, 300, 700) for dtype in ("float32", "bfloat16")),
-    "300-2-float32",
-    "300-2-bfloat16",
-)
+@pytest.mark.representative("100-1-float32", "300-2-float32", "700-1-bfloat16")
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "cores"), [(100, 1), (300, 1), (300, 2), (700, 1)])
 def test_linear_cross_entropy_tpu_kernel_is_exact_over_several_blocks(
@@ -119,6 +125,15 @@ def true_of(arrays, found, options):
     return true(OPS["head"], arrays, options, jax.tree.map(np.asarray, some(found[0])))
 
 
+@pytest.mark.representative(
+    "tpu:v4:2x2x1-reference",
+    "tpu:v5e:2x2-kernel",
+    "tpu:v5p:2x2x1-kernel",
+    "tpu:v6e:2x2-reference",
+    "gpu:h200:1x1x4-reference",
+    "gpu:h200:1x1x4-kernel",
+    "gpu:b200:1x1x4-kernel",
+)
 @pytest.mark.parametrize("implementation", ["reference", "kernel"])
 @pytest.mark.parametrize("target", TPUS + GPUS)
 def test_linear_cross_entropy_keeps_no_logits_in_memory(target, implementation):

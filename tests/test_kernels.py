@@ -50,31 +50,33 @@ pytestmark = pytest.mark.usefixtures("simulators")
 
 
 @pytest.mark.representative(
+    "float32-softmax-tpu_simulated",
+    "float32-norm-tpu_simulated",
     "float32-head-reference",
+    "bfloat16-softmax-reference",
+    "bfloat16-norm-gpu_simulated",
+    "bfloat16-head-tpu_simulated",
     "float16-softmax-gpu_simulated",
-    "bfloat16-head-tpu_simulated",
-    "float32-norm-gpu_simulated",
-    "float32-norm-tpu_simulated",
-    "bfloat16-softmax-reference",
-    "bfloat16-norm-gpu_simulated",
-    "float32-softmax-tpu_simulated",
 )
-@pytest.mark.long(
-    *(f"float32-{op}-reference" for op in ("softmax", "norm", "head")),
-    "float32-head-tpu_simulated",
-    "bfloat16-head-reference",
-    *(f"float16-{op}-reference" for op in ("softmax", "norm")),
-    *(f"float16-{op}-gpu_simulated" for op in ("softmax", "norm")),
-    "bfloat16-norm-reference",
-    "bfloat16-softmax-reference",
-    "float32-norm-gpu_simulated",
-    "float32-norm-tpu_simulated",
-    "float32-softmax-gpu_simulated",
-    "float32-softmax-tpu_simulated",
-    "bfloat16-head-tpu_simulated",
-    "float16-head-reference",
-    "bfloat16-norm-tpu_simulated",
-    "bfloat16-norm-gpu_simulated",
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "float32-softmax-gpu",
+    "float32-norm-gpu",
+    "float32-head-gpu",
+    "float32-norm-tokamax",
+    "bfloat16-softmax-tpu_simulated",
+    "bfloat16-softmax-gpu_simulated",
+    "bfloat16-softmax-gpu",
+    "bfloat16-norm-gpu",
+    "bfloat16-head-gpu",
+    "bfloat16-norm-tokamax",
+    "float16-softmax-tpu_simulated",
+    "float16-norm-tpu_simulated",
+    "float16-head-tpu_simulated",
+    "float16-softmax-gpu",
+    "float16-norm-gpu",
+    "float16-head-gpu",
+    "float16-norm-tokamax",
 )
 @every
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -116,11 +118,12 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.representative("gpu_simulated-72-softmax", "gpu_simulated-10244-norm")
 @pytest.mark.long(
+    "gpu_simulated-72-softmax",
     "gpu_simulated-72-norm",
     "gpu_simulated-10244-softmax",
     "gpu_simulated-10244-norm",
-    "gpu_simulated-72-softmax",
 )
 @every_op
 @pytest.mark.parametrize(
@@ -158,7 +161,7 @@ def test_kernels_propagate_nan_and_inf_like_the_reference(op, implementation):
     assert np.isnan(found[1]).all() and np.isfinite(found[0]).all()
 
 
-@pytest.mark.representative("norm-gpu_simulated", "norm-tpu_simulated", "softmax-gpu_simulated")
+@pytest.mark.representative("norm-tpu_simulated", "norm-gpu_simulated")
 @pytest.mark.long(
     "softmax-tpu_simulated",
     "softmax-gpu_simulated",
@@ -194,6 +197,19 @@ NAMES = [
 ]
 
 
+@pytest.mark.representative()
+@pytest.mark.long(
+    "automatic-reference-sequence-norm",
+    "automatic-tpu_simulated-sequence-norm",
+    "in a step-reference-sequence-norm",
+    "in a step-tpu_simulated-sequence-norm",
+    "own-reference-heads-softmax",
+    "own-reference-sequence-norm",
+    "own-tpu_simulated-heads-softmax",
+    "own-tpu_simulated-sequence-norm",
+    "own, checked-reference-sequence-norm",
+    "own, checked-tpu_simulated-sequence-norm",
+)
 @every_op
 @pytest.mark.parametrize("names", NAMES, ids=["heads", "sequence", "row"])
 @pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
@@ -271,20 +287,19 @@ def cases(targets, *of):
 
 
 @pytest.mark.representative(
-    "tpu:v6e:2x2-softmax-1",
-    "tpu:v4:2x2x1-norm-2",
-    "tpu:v5p:2x2x1-softmax-0",
-    "tpu:v5e:2x2-norm-1",
-    "tpu:v6e:2x2-norm-0",
     "tpu:v4:2x2x1-softmax-2",
+    "tpu:v4:2x2x1-norm-2",
+    "tpu:v5e:2x2-norm-1",
+    "tpu:v5p:2x2x1-softmax-0",
+    "tpu:v6e:2x2-softmax-1",
+    "tpu:v6e:2x2-norm-0",
     "gpu:h100:1x1x4-softmax-1",
     "gpu:h200:1x1x4-norm-0",
-    "gpu:b200:1x1x4-norm-1",
     "gpu:b200:1x1x4-softmax-2",
+    "gpu:b200:1x1x4-norm-1",
     "gpu:h200:1x1x4-softmax-3",
     "gpu:h200:1x1x4-norm-5",
     "gpu:b200:1x1x4-norm-7",
-    "gpu:b200:1x1x4-softmax-4",
 )
 @pytest.mark.parametrize(
     ("target", "op", "case"), cases(TPUS + GPUS, CASES) + cases(GPUS[1:], CASES, OF_GPUS)
@@ -300,6 +315,14 @@ def test_kernels_compile_and_read_and_write_each_byte_once(target, op, case):
     assert found.written <= 1.02 * (out + mask), found
 
 
+@pytest.mark.representative(
+    "tpu:v5e:2x2-softmax",
+    "tpu:v5e:2x2-norm",
+    "tpu:v5e:2x2-head",
+    "gpu:h200:1x1x4-softmax",
+    "gpu:h200:1x1x4-norm",
+    "gpu:h200:1x1x4-head",
+)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("target", [TPUS[1], *GPUS[1:]])
 def test_kernels_compile_inside_a_checked_shard_map(target, op):
@@ -482,7 +505,6 @@ def test_kernels_accept_a_manual_axis_that_is_not_first_in_its_rule():
 
 
 @pytest.mark.long
-@pytest.mark.sentinel("{'kernels': 'tpu_simulated'}")
 @pytest.mark.parametrize(
     "changes",
     [

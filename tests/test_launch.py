@@ -220,7 +220,7 @@ time.sleep(1000)
         )
 
 
-@pytest.mark.representative("0-environment")
+@pytest.mark.representative()
 @pytest.mark.long
 @pytest.mark.skipif(
     sys.platform != "linux", reason="whether a process is stopped is read from /proc"

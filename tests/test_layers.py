@@ -106,6 +106,7 @@ def assert_alike(found, expected):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_layers_in_a_pipeline_step_like_a_plain_list():
     listed, _ = stepped(Listed, ALONE)

@@ -158,9 +158,7 @@ SEVERAL = {
 
 
 @pytest.mark.representative(
-    "gathers-data=2,fsdp=2,model=2",
-    "scatters-data=2,fsdp=2,model=2",
-    "language_model-model=2,fsdp=2,data=2",
+    "scatters-data=2,fsdp=2,model=2", "language_model-model=2,fsdp=2,data=2"
 )
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -173,7 +171,7 @@ def test_lookups_on_three_mesh_axes_equal_one_device(loss, mesh):
     )
 
 
-@pytest.mark.representative("context", "vocab over fsdp", "table over both")
+@pytest.mark.representative("context")
 @pytest.mark.long
 @pytest.mark.sentinel("presets")
 @pytest.mark.parametrize("rules, mesh, options", SEVERAL.values(), ids=SEVERAL)
@@ -235,7 +233,7 @@ TOKENS = {
 }
 
 
-@pytest.mark.representative("stage 3", "pipeline")
+@pytest.mark.representative("pipeline")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "mesh, rules, options",
@@ -265,6 +263,7 @@ def test_gpt_on_three_mesh_axes_equals_one_device(mesh, rules, options):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_experts_on_three_mesh_axes_equal_one_device():
     config = moe.tiny(layers=1, every=1, width=32, heads=4, context=SEQ, vocab=VOCAB, experts=4)
@@ -325,7 +324,12 @@ TARGETS = [
 ]
 
 
-@pytest.mark.long("cpu-data=2,fsdp=2,model=2-rules4")
+@pytest.mark.representative(
+    "v5e:4x4-pod=2,data=2,fsdp=2,model=2-rules1",
+    "h200:2x1x8-pod=2,data=2,fsdp=2,model=2-rules3",
+    "cpu-data=2,fsdp=2,model=2-rules4",
+)
+@pytest.mark.long
 @pytest.mark.parametrize("machine, mesh, rules", TARGETS)
 def test_lookups_compile_for_every_machine_and_never_gather_the_vocabulary(machine, mesh, rules):
     devices = sl.make_mesh(

@@ -114,7 +114,8 @@ def on_host(tree):
 LARGE = {"emb", "up", "down"}
 
 
-@pytest.mark.representative("muon", "by layer", "adafactor", "masked")
+@pytest.mark.representative("muon", "by layer")
+@pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
     [pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS],
@@ -129,6 +130,8 @@ def test_any_optimizer_moves_state_on_the_host_as_on_the_device(optimizer):
 
 
 @pytest.mark.representative("data=4,model=2-3-2-all", "data=8,model=1-2-1-parameters")
+@pytest.mark.long
+@pytest.mark.sentinel("data=8,model=1-3-1-optimizer")
 @pytest.mark.parametrize(
     ("mesh", "zero", "accumulate", "offload"),
     [
@@ -140,7 +143,6 @@ def test_any_optimizer_moves_state_on_the_host_as_on_the_device(optimizer):
         ("data=4,model=2", 1, 1, "optimizer"),
     ],
 )
-@pytest.mark.long
 def test_on_every_mesh(mesh, zero, accumulate, offload):
     state = check_same("adamw", mesh, zero, accumulate, offload)
     assert on_host(state.params) == (set() if offload == "optimizer" else LARGE)
@@ -151,10 +153,10 @@ BY_HOST = sl.Offload(parameters=True, update="host")
 
 
 @pytest.mark.representative(
-    "masked-data=8,model=1-2-1-offload3",
-    "adamw-data=4,model=2-1-1-offload1",
-    "clipped updates-data=8,model=1-3-1-offload2",
+    "clipped updates-data=8,model=1-3-1-offload2", "masked-data=8,model=1-2-1-offload3"
 )
+@pytest.mark.long
+@pytest.mark.sentinel("adamw-data=4,model=2-3-2-offload0")
 @pytest.mark.parametrize(
     ("optimizer", "mesh", "zero", "accumulate", "offload"),
     [
@@ -167,7 +169,6 @@ BY_HOST = sl.Offload(parameters=True, update="host")
         ("lion", "data=8,model=1", 0, 1, BY_HOST),
     ],
 )
-@pytest.mark.long
 def test_the_host_updates_what_it_has(optimizer, mesh, zero, accumulate, offload):
     state = check_same(optimizer, mesh, zero, accumulate, offload)
     assert on_host(state.params) == (LARGE if offload.parameters else set())
@@ -396,7 +397,8 @@ def bytes_on_host(state):
     return total
 
 
-@pytest.mark.representative("tpu:v5e:2x2-3-offload3", "tpu:v6e:1x1-0-all")
+@pytest.mark.representative("tpu:v5e:2x2-3-offload3")
+@pytest.mark.sentinel("tpu:v5e:2x2-3-all")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(
     ("target", "zero", "offload"),

@@ -92,6 +92,9 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.representative(
+    "one by one", "stage 3 microbatches", "products", "state on the host", "by offload"
+)
 @pytest.mark.long
 @pytest.mark.sentinel("stage 3")
 @pytest.mark.parametrize("case", CASES)
@@ -136,6 +139,7 @@ TOKENS = np.random.default_rng(0).integers(0, GPT.vocab, (ROWS, 33), dtype=np.in
 STREAM = (GPT.layers, ROWS, 32, GPT.width)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_a_decoder_with_its_inputs_on_the_host_computes_the_same():
     def stepped(**options):

@@ -100,7 +100,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.representative("pods, stage 2, accumulated", "both axes, clipped")
+@pytest.mark.representative("pods, stage 2, accumulated")
 @pytest.mark.long
 @pytest.mark.sentinel("integers")
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -68,7 +68,8 @@ def test_pipeline_v_schedules_hold_a_half_and_a_third_of_the_memory(stages):
     assert half.gap(Costs()) <= OneFOneB(stages, 3 * stages).gap(Costs()) / 2
 
 
-@pytest.mark.long("32x128", "16x128", "32x96")
+@pytest.mark.representative("32x96")
+@pytest.mark.long("16x128", "32x96", "32x128")
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row[0]}x{row[1]}")
 def test_pipeline_bubbles_match_the_published_shares(row):
     columns = {name: (found, share) for name, found, share in published(row)}

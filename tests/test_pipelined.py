@@ -114,13 +114,13 @@ def alone():
 
 
 @pytest.mark.representative(
-    "stage=4,data=1,model=2-VHalf",
     "stage=4,data=1,model=2-OneFOneB",
+    "stage=4,data=1,model=2-ZBH1",
+    "stage=4,data=1,model=2-VHalf",
+    "stage=2,data=2,model=2-GPipe",
+    "stage=2,data=2,model=2-Interleaved",
     "stage=2,data=2,model=2-ZBV",
     "stage=2,data=2,model=2-DualPipeV",
-    "stage=2,data=2,model=2-Interleaved",
-    "stage=4,data=1,model=2-ZBH1",
-    "stage=2,data=2,model=2-GPipe",
 )
 @pytest.mark.long
 @pytest.mark.sentinel("stage=2,data=2,model=2-Eager1F1B")
@@ -158,6 +158,10 @@ def test_pipelined_step_on_eight_stages_and_on_a_single_stage(alone):
     assert_alike(stepped(sl.Strategy(mesh=mesh, rules=RULES, pipeline=pipeline.GPipe(1, 8))), alone)
 
 
+@pytest.mark.representative(
+    "Interleaved(stages=2, microbatches=8, chunks=2, paired=False)",
+    "ZBV(stages=2, microbatches=8, costs=Costs(forward=1.0, backward=1.0, weights=1.0, send=0.0, kept=1.0), paired=False)",
+)
 @pytest.mark.long
 @pytest.mark.parametrize(
     "schedule",
@@ -242,8 +246,9 @@ def both_alone():
     )
 
 
+@pytest.mark.representative("DualPipeV(stages=2, microbatches=8, paired=True)-none")
 @pytest.mark.long
-@pytest.mark.sentinel("DualPipeV(stages=2, microbatches=8, paired=True)-none")
+@pytest.mark.sentinel("Interleaved(stages=2, microbatches=8, chunks=4, paired=False)-none")
 @pytest.mark.parametrize(
     ("schedule", "remat"),
     [
@@ -262,6 +267,7 @@ def test_pipelined_encoder_decoder_equals_one_stage(schedule, remat, both_alone)
     assert_alike(stepped(strategy, make_both, loss_of_both), both_alone)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_pipelined_encoder_decoder_layers_are_stored_by_stage():
     alone = sl.Strategy(mesh="stage=1,data=4,model=2", rules=RULES)
@@ -292,6 +298,7 @@ def test_pipelined_step_with_a_custom_table_equals_one_stage(alone):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_pipelined_step_passes_check_step_against_one_device():
     given = {name: x[:16] for name, x in batch().items()}
@@ -306,7 +313,7 @@ CONFIG = gpt.tiny(layers=2, width=32, heads=4, context=16, vocab=64)
 TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17))}
 
 
-@pytest.mark.representative("ZBH1-changes1-options1", "ZBH1-changes2-options2")
+@pytest.mark.representative("ZBH1-changes2-options2")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "changes", "options"),

@@ -96,7 +96,7 @@ def test_plan_attributes_the_heap_by_kind(on_cpu):
     assert pieces + kinds["fragmentation"] == on_cpu.memory.heap_bytes
 
 
-@pytest.mark.representative("2-full-cpu:8", "1-none-cpu:8", "2-full-gpu:h200:1x1x8")
+@pytest.mark.representative("2-full-cpu:8", "2-full-gpu:h200:1x1x8")
 @pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("accumulate, remat", [(1, "none"), (2, "full")])
@@ -142,15 +142,26 @@ def test_plan_memory_kinds_add_up_to_the_compilers_total(target, accumulate, rem
 
 @pytest.mark.representative(
     "accumulation-tpu:v5e:2x4",
-    "data_and_tensor-tpu:v5e:2x4",
-    "hierarchical-tpu:v5e:2x4",
-    "recomputed-tpu:v5e:2x4",
+    "gathered_in_the_loop-cpu:8",
     "gathered_in_the_loop-gpu:h200:1x1x8",
     "optimizer_in_shards-gpu:h200:1x1x8",
+    "data_and_tensor-tpu:v5e:2x4",
+    "recomputed-tpu:v5e:2x4",
     "sequence_parallel-gpu:h200:1x1x8",
-    "nested_loops-gpu:h200:1x1x8",
     "ring-gpu:h200:1x1x8",
+    "all_to_all-cpu:8",
     "all_to_all-gpu:h200:1x1x8",
+    "nested_loops-gpu:h200:1x1x8",
+    "hierarchical-cpu:8",
+    "hierarchical-tpu:v5e:2x4",
+)
+@pytest.mark.long(
+    "data_parallel-cpu:8",
+    "gathered_in_the_loop-cpu:8",
+    "tensor_parallel-cpu:8",
+    "data_and_tensor-cpu:8",
+    "all_to_all-cpu:8",
+    "hierarchical-cpu:8",
 )
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("step", HAND_WRITTEN, ids=lambda step: step.name)

@@ -76,14 +76,15 @@ LAST = sl.Remat.layers((2, "full"), rest=SOME)
 VALUES = {"full": "full", "names": SOME, "none": "none", "dots": "dots", "layers": LAST}
 
 
+@pytest.mark.representative()
+@pytest.mark.long("full", "dots")
 @pytest.mark.parametrize("remat", VALUES)
 def test_rows_add_up_to_what_compiled_loops_hold(remat):
     plan = planned(VALUES[remat])
     assert stacked_bytes(plan) == sum(one.held_bytes for one in plan.activations) > 0
 
 
-@pytest.mark.representative("names")
-@pytest.mark.long
+@pytest.mark.representative()
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("remat", ["names", "layers"])
 def test_rows_add_up_to_what_loops_of_a_tpu_hold(remat):

@@ -65,6 +65,8 @@ def test_plan_cache_is_off_without_a_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.representative()
+@pytest.mark.long("no gzip")
 @pytest.mark.parametrize("content", [b"", b"no gzip", gzip.compress(b'{"text": "', mtime=0), None])
 def test_plan_cache_replaces_a_damaged_file(tmp_path, content):
     first = planned(tmp_path)
@@ -87,6 +89,7 @@ def test_plan_cache_refuses_a_folder_that_is_not_a_path():
         planned(3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_plan_command_reuses_its_cache(tmp_path):
     (tmp_path / "mine.py").write_text(

@@ -51,7 +51,10 @@ def assert_near(found, expected, tolerance):
     jax.tree.map(check, found, expected)
 
 
-@pytest.mark.long("float16-True", "float32-True")
+@pytest.mark.representative("float32-True", "float16-True", "float16-False")
+@pytest.mark.long(
+    "float32-True", "bfloat16-False", "float16-True", "float16-False", "float64-False"
+)
 @pytest.mark.parametrize("joined", [True, False, None])
 @pytest.mark.parametrize("dtype", [*ROUNDING, "float64"])
 def test_projections_match_float64_values_and_gradients(dtype, joined):
@@ -87,6 +90,17 @@ RULES = {
 
 
 # As in a train step, and where all axes are automatic.
+@pytest.mark.representative()
+@pytest.mark.long(
+    "sequence split-automatic",
+    "sequence whole-data manual",
+    "keys whole-data manual",
+    "axes of size one-data manual",
+    "two axes gathered-automatic",
+    "one of two axes gathered-data manual",
+    "four axes-automatic",
+    "batch whole-data manual",
+)
 @pytest.mark.parametrize("manual", [("pod", "data"), ()], ids=["data manual", "automatic"])
 @pytest.mark.parametrize("case", RULES)
 def test_projections_joined_on_meshes_equal_one_device(case, manual):

@@ -21,6 +21,21 @@ def both(f, rows, start, stride):
     )
 
 
+@pytest.mark.representative()
+@pytest.mark.long(
+    "<lambda>1-part0",
+    "<lambda>1-part1",
+    "<lambda>1-part2",
+    "<lambda>1-part3",
+    "<lambda>4-part0",
+    "<lambda>4-part1",
+    "<lambda>4-part2",
+    "<lambda>4-part3",
+    "<lambda>6-part0",
+    "<lambda>6-part1",
+    "<lambda>6-part2",
+    "<lambda>6-part3",
+)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     "draw",

@@ -113,6 +113,14 @@ def kept_numbers(remat, target="cpu", config=CONFIG):
     return numbers_in(kept_arrays(remat, target, config))
 
 
+@pytest.mark.representative()
+@pytest.mark.long
+@pytest.mark.sentinel(
+    "context",
+    "mlp_hidden",
+    "query",
+    "attention_out+context+key+mlp_gate+mlp_hidden+mlp_out+mlp_up+query+value",
+)
 @pytest.mark.parametrize("names", [(name,) for name in NAMES] + [NAMES], ids="+".join)
 def test_remat_keeps_exactly_the_activations_that_are_named(names):
     extra = kept_numbers(sl.Remat.save(*names)) - kept_numbers("full")
@@ -236,6 +244,7 @@ OF_EXPERTS = {
 }
 
 
+@pytest.mark.representative("router", "expert_in", "expert_out")
 @pytest.mark.long
 @pytest.mark.sentinel("expert_up")
 @pytest.mark.parametrize("name", OF_EXPERTS)
@@ -259,8 +268,8 @@ def test_remat_with_the_context_kept_attends_once():
 
 @pytest.mark.tpu_compiler
 def test_remat_with_the_context_kept_runs_the_tpu_kernel_once():
-    config = dataclasses.replace(CONFIG, width=256, heads=2, context=256, attention="tpu")
-    batch = {"tokens": jax.ShapeDtypeStruct((8, 257), "int32")}
+    config = dataclasses.replace(CONFIG, width=128, heads=1, context=128, attention="tpu")
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 129), "int32")}
     mesh = mesh_on("v5e:2x4", "data=8")
 
     def kernels(remat):

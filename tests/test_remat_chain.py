@@ -250,7 +250,7 @@ def plain_step():
     return stepped(CONFIG, **DATA)
 
 
-@pytest.mark.representative("tensor", "stage 3, two microbatches")
+@pytest.mark.representative("tensor")
 @pytest.mark.long
 @pytest.mark.sentinel("overlap")
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ ERRORS = {"int8": 0.02, "int4": 0.4, "fp8": 0.06, "bf16": 0.005}
 
 
 # Each strategy once, and each encoding under half of them.
-@pytest.mark.representative("int4-pipeline", "int8-microbatches", "int4-stage 3")
+@pytest.mark.representative("int8-microbatches", "int4-pipeline")
 @pytest.mark.long
 @pytest.mark.sentinel("int4-tensor")
 @pytest.mark.parametrize(
@@ -214,6 +214,7 @@ def test_floats_of_fewer_bits_change_no_loss(encoding):
     assert 0 < relative_error(got, expected) < ERRORS[encoding]
 
 
+@pytest.mark.representative("split backward")
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["tensor", "split backward"])
 def test_signs_of_what_a_relu_reads_change_no_gradient(where):

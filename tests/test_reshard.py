@@ -100,14 +100,18 @@ def check_pair(mesh, source, to, shape):
     )
 
 
+@pytest.mark.representative("-,y", "-,yx", "y,x")
 @pytest.mark.long
-@pytest.mark.sentinel("-,x", "x,y", "xy,-", "yx,-")
+@pytest.mark.sentinel("x,y", "xy,-")
 @pytest.mark.parametrize("source", LAYOUTS, ids=named)
 def test_reshard_between_every_pair_of_layouts(source):
     for to in LAYOUTS:
         check_pair(MESH, source, to, (8, 8))
 
 
+@pytest.mark.representative()
+@pytest.mark.long
+@pytest.mark.sentinel("-,x", "y,-", "x,y", "xy,-", "-,yx")
 @pytest.mark.parametrize("source", LAYOUTS, ids=named)
 def test_reshard_gradient_between_every_pair_of_layouts(source):
     x, weights = numbers(8, 8), [numbers(8, 8) * (k + 1) for k in range(len(LAYOUTS))]
@@ -185,7 +189,8 @@ def test_reshard_never_moves_more_bytes_than_the_partitioner():
     assert less >= 20
 
 
-@pytest.mark.long("3", "2")
+@pytest.mark.representative("3")
+@pytest.mark.long
 @pytest.mark.parametrize("ndim", [2, 3])
 def test_reshard_on_three_mesh_axes(ndim):
     sizes = {"x": 2, "y": 2, "z": 2}
@@ -194,7 +199,9 @@ def test_reshard_on_three_mesh_axes(ndim):
         check_pair(mesh, source, to, (8,) * ndim)
 
 
-@pytest.mark.long("{'x': 2, 'y': 4}-(2, 8)", "{'x': 1, 'y': 8}-(8, 16)", "{'x': 2, 'y': 3}-(6, 12)")
+@pytest.mark.representative("{'x': 2, 'y': 3}-(6, 12)", "{'x': 1, 'y': 8}-(8, 16)")
+@pytest.mark.long
+@pytest.mark.sentinel("{'x': 2, 'y': 4}-(4, 4)")
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [

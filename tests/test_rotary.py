@@ -45,6 +45,16 @@ def platform(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.representative()
+@pytest.mark.long(
+    "cpu-float64-angles0",
+    "cpu-float64-angles2",
+    "cpu-float64-angles3",
+    "tpu-float64-angles0",
+    "tpu-float64-angles1",
+    "tpu-float64-angles2",
+    "tpu-float64-angles3",
+)
 @pytest.mark.parametrize("angles", [(5, 1, 4), (2, 5, 1, 4), (4,), (2, 1, 3, 4)])
 @pytest.mark.parametrize("dtype", [*ROUNDING, "float64"])
 def test_rotate_matches_its_formula_in_float64(dtype, angles, platform):

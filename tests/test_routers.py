@@ -350,6 +350,8 @@ ROUTERS = {
 }
 
 
+@pytest.mark.representative()
+@pytest.mark.long("groups")
 @pytest.mark.parametrize("name", ROUTERS)
 def test_padding_counts_for_nothing_in_any_router(name):
     """What a group of real tokens tells is what it tells without padding beside it."""
@@ -567,6 +569,7 @@ def after_a_step(router, devices):
     return jax.device_get((state.params, metrics))
 
 
+@pytest.mark.representative("groups", "hash", "expert choice")
 @pytest.mark.long
 @pytest.mark.sentinel("noisy")
 @pytest.mark.parametrize(
@@ -617,6 +620,7 @@ def biases_on_one_device():
     return biases(1)[0]
 
 
+@pytest.mark.representative("zero 2", "remat", "automatic")
 @pytest.mark.long
 @pytest.mark.sentinel("zero 3, microbatches")
 @pytest.mark.parametrize(
@@ -650,6 +654,7 @@ def test_bias_is_summed_exactly_where_gradients_are_compressed():
     np.testing.assert_array_equal(found["router_bias"], expected["router_bias"])
 
 
+@pytest.mark.long
 def test_bias_of_a_step_moves_once_by_the_load_of_the_whole_batch():
     """By hand, for the first of the layers, and evaluation leaves it where it is."""
     found, state, strategy = biases(4, steps=1, accumulate=2)

@@ -69,7 +69,8 @@ def sent(found):
     return dict(total)
 
 
-@pytest.mark.long("cpu")
+@pytest.mark.representative("cpu", "h200:1x1x8")
+@pytest.mark.long
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_tensor_parallelism_is_two_all_reduces_per_layer_and_direction(platform):
     state, found = compile_step(mesh_on(platform, "data=2,model=4"), TENSOR)
@@ -136,7 +137,7 @@ def test_sequence_parallelism_on_gpus_gathers_and_scatters_in_every_layer():
     )
 
 
-@pytest.mark.representative("4-v5e:2x4", "4-cpu", "4-h200:1x1x8")
+@pytest.mark.representative("4-v5e:2x4", "4-h200:1x1x8")
 @pytest.mark.long
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -154,6 +155,7 @@ def test_gradient_exchange_runs_once_and_sends_no_weight_over_tensor_axis(platfo
     assert over_model <= of_activations | {norm_bytes(state)}, "activations and the gradient's norm"
 
 
+@pytest.mark.representative("h200:1x1x8")
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_data_parallelism_only_all_reduces_the_gradients_once(platform):
     state, found = compile_step(mesh_on(platform, "data=8"), sl.rules.data)

@@ -225,6 +225,9 @@ def gradients(zero, accumulate, overlap, mesh="data=8"):
 LONG_SETTINGS = ("sums", "overlapped sums", "stage 2", "stage 3", "stage 3 sums")
 
 
+@pytest.mark.representative(
+    *(f"{use}-{setting}" for use in USES for setting in ("sums", "overlapped sums", "stage 3")),
+)
 @pytest.mark.long(
     *(f"{use}-{setting}" for use in USES for setting in LONG_SETTINGS),
 )

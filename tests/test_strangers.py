@@ -34,6 +34,7 @@ serve(lambda seed, number: {ENDS}[number], attempt)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_strangers_benchmark_counts_every_outcome_and_continues(tmp_path):
     (tmp_path / "part.py").write_text(PART)

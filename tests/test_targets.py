@@ -143,6 +143,7 @@ def test_target_compiler_that_is_missing_is_named_with_its_pip_extra(monkeypatch
             _require(sl.Target(text))
 
 
+@pytest.mark.representative("tpu:v5e:2x2")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("text", ["tpu:v5e:2x2", "cpu:1"])
 def test_target_in_a_planning_script_prints_no_compiler_noise(text, tmp_path):

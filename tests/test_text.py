@@ -73,6 +73,7 @@ def test_plan_and_estimate_fit_80_columns(plan, monkeypatch):
         assert words in text
 
 
+@pytest.mark.long
 def test_text_is_not_shortened_without_a_terminal_width(plan, state, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     assert "…" not in str(sl.describe(state)) and widest(str(sl.describe(state))) > 80

@@ -177,6 +177,13 @@ COMPILED = [
 ]
 
 
+@pytest.mark.representative(
+    "tpu:v5e:4x4-data=16",
+    "tpu:v5p:4x4x4-data=16,model=4",
+    "tpu:v4:4x4x8-data=128",
+    "tpu:v6e:16x16-data=256",
+    "tpu:7x:2x4x4-data=-1",
+)
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize(("target", "shape"), COMPILED)
 def test_torus_collectives_on_tpus_send_the_bytes_of_theory(target, shape):

@@ -32,7 +32,9 @@ def abstract(platform, shape, **options):
     return strategy, sl.init(make, optax.adam(1e-3), strategy, abstract=True)
 
 
-@pytest.mark.long("0-cpu", "3-cpu")
+@pytest.mark.representative("0-cpu", "0-h200:1x1x8", "1-v5e:2x4", "3-v5e:2x4", "3-h200:1x1x8")
+@pytest.mark.long
+@pytest.mark.sentinel("1-cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_evaluation_gathers_split_weights_once_and_reduces_only_the_loss(platform, stage):

@@ -26,6 +26,8 @@ def mapped(function, mesh, out):
     )
 
 
+@pytest.mark.representative()
+@pytest.mark.long("rows0-data=8", "rows1-pod=2,data=4", "rows2-pod=2,data=4", "rows3-data=8")
 @pytest.mark.parametrize("shape", ["data=8", "pod=2,data=4"])
 @pytest.mark.parametrize("rows", [(16, 3), (8, 128), (8,), (24, 256, 2)])
 def test_wire_dtype_rounds_only_the_values_that_are_sent(shape, rows):
@@ -90,13 +92,10 @@ def run(mesh, precision, stage, steps=3, **options):
     return jax.tree.map(np.asarray, state.params), metrics, (step, state, batch)
 
 
-@pytest.mark.long(
-    "2-pod=2,data=2,model=2-1",
-    "3-pod=1,data=8,model=1-1",
-    "3-pod=2,data=2,model=2-2",
-    "1-pod=2,data=2,model=2-2",
-    "0-pod=2,data=2,model=2-1",
+@pytest.mark.representative(
+    "0-pod=2,data=2,model=2-1", "2-pod=2,data=2,model=2-1", "3-pod=2,data=2,model=2-2"
 )
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "mesh", "accumulate"),
     [
@@ -138,6 +137,7 @@ def test_wire_dtype_applies_to_the_whole_gradient(stage):
     assert any(one.kind == "all-to-all" for one in found)
 
 
+@pytest.mark.representative("0-tpu:v5e:4x4", "3-tpu:v5p:2x2x2")
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("target", ["tpu:v5e:4x4", "tpu:v5p:2x2x2"])
 @pytest.mark.parametrize("stage", [0, 3])

@@ -81,6 +81,7 @@ def next_token(model, batch, rng):
 MESHES = ["data=8,model=1", "data=4,model=2"]
 
 
+@pytest.mark.representative("1-none-meshes0-accumulate0", "2-none-meshes1-accumulate1")
 @pytest.mark.long
 @pytest.mark.sentinel("3-full-meshes3-accumulate3")
 @pytest.mark.parametrize(
@@ -491,6 +492,9 @@ def in_bfloat16(stage, reduce="float32"):
     return losses, state, seen
 
 
+@pytest.mark.representative("1-float32", "2-bf16")
+@pytest.mark.long
+@pytest.mark.sentinel("0-float32", "3-bf16")
 @pytest.mark.parametrize(
     ("stage", "reduce"), [(0, "float32"), (1, "float32"), (3, "float32"), (2, "bf16"), (3, "bf16")]
 )
@@ -719,7 +723,9 @@ def test_hybrid_sharding_splits_within_pods_and_repeats_across_them():
     assert state.params["b"].sharding.spec == P()
 
 
-@pytest.mark.long("zero4-pod", "zero2-", "HYBRID_SHARD-pod", "zero1-")
+@pytest.mark.representative("HYBRID_SHARD-pod", "zero2-")
+@pytest.mark.long
+@pytest.mark.sentinel("zero3-")
 @pytest.mark.parametrize(
     ("zero", "dcn"),
     [
@@ -775,6 +781,9 @@ def test_overlapped_exchange_over_two_data_axes_equals_one_device():
     )
 
 
+@pytest.mark.representative()
+@pytest.mark.long
+@pytest.mark.sentinel("0-1-False", "1-2-True", "2-1-True", "2-2-False", "3-1-True", "3-2-False")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
