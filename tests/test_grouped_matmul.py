@@ -221,6 +221,8 @@ def test_products_on_gpus_take_what_their_rows_take(count):
     assert compiled_flops(compile_for(mesh, lowered)) == flops
 
 
+@pytest.mark.representative("8-1000")
+@pytest.mark.long("1-7", "1-100", "3-7", "3-1000", "8-100", "8-1000")
 @pytest.mark.parametrize("rows", [1, 7, 16, 100, 1000])
 @pytest.mark.parametrize("groups", [1, 3, 8])
 def test_every_row_of_a_group_has_a_place_or_is_in_one_tile(rows, groups):
