@@ -89,7 +89,6 @@ def test_plan_cache_refuses_a_folder_that_is_not_a_path():
         planned(3)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.long
 def test_plan_command_reuses_its_cache(tmp_path):
     (tmp_path / "mine.py").write_text(

@@ -424,7 +424,6 @@ def test_a_budget_refuses_names_for_the_host_that_no_activation_has():
         sl.train_step(gpt.loss, strategy).fitted_remat(state, BATCH)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 def test_a_step_on_a_tpu_has_on_the_host_what_does_not_fit():
     layers, rows, width, hidden = 8, 1024, 2048, 8192
