@@ -773,3 +773,15 @@ def test_moe_models_fused_loss_equals_the_plain_loss(model, kind):
     assert set(called) == {*always, "layer_norm", "linear_cross_entropy"}
     assert set(none) == always
     np.testing.assert_allclose(fused, plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["scatter", "dropless"])
+def test_groups_of_several_examples_are_no_mistake_of_the_loss(form):
+    """Whoever asks for such groups is not warned that examples depend on each other."""
+    capacity = None if form == "dropless" else 1.25
+    config = replace(decoder.tiny(), router=TopK(2, capacity=capacity), form=form, group=32)
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts)
+    state = sl.init(lambda: decoder.MoE(config, rngs=nnx.Rngs(0)), optax.sgd(0.1), strategy)
+    batch = {"tokens": np.ones((16, 17), np.int32)}
+    _, metrics = sl.train_step(decoder.loss, strategy)(state, batch)
+    assert np.isfinite(float(metrics["loss"]))

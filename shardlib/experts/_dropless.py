@@ -336,7 +336,8 @@ def _stats(router: Router, seen: Seen, choices: Choices, rounds: jax.Array, grou
     dims = seen.logits.ndim - 1
 
     def by_group(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, group, *x.shape[dims:])
+        # A group may be of several examples, and is then what is told apart of the batch.
+        return checkpoint_name(x.reshape(-1, group, *x.shape[dims:]), BY_EXAMPLE)
 
     grouped: Choices = jax.tree.map(by_group, choices)
     seen = by_token(seen, by_group)

@@ -23,6 +23,7 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
@@ -38,6 +39,7 @@ from shardlib.experts._moe_stats import Load, MoEStats, load_of_choices, load_of
 from shardlib.experts._routing import Choices, Router, Seen, places
 from shardlib.experts._token_exchange import exchange_of
 from shardlib.layouts._annotate import shard
+from shardlib.layouts._checkpoint_policies import BY_EXAMPLE
 
 Experts = Callable[[Any, jax.Array], jax.Array]
 
@@ -126,7 +128,10 @@ def moe(
     def by_group(array: jax.Array) -> jax.Array:
         trailing = array.shape[x.ndim - 1 :]
         entries = [None] * (1 + len(trailing))
-        return exchange.lay_out(array.reshape(groups, group, *trailing), exchange.batch, *entries)
+        array = array.reshape(groups, group, *trailing)
+        # A group may be of several examples, and is then what is told apart of the batch.
+        array = checkpoint_name(array, BY_EXAMPLE)
+        return exchange.lay_out(array, exchange.batch, *entries)
 
     given = Given(gate, key, bias, noise_gate, ids, real, causal)
     seen = by_token(see(x, router, given), by_group)
@@ -136,7 +141,7 @@ def moe(
     x_GECM = exchange.to_experts(dispatched.to_experts(by_group(x)))
     y_GECM = exchange.to_tokens(_apply_experts(experts, weights, x_GECM))
     y = dispatched.from_experts(y_GECM).reshape(*x.shape[:-1], -1).astype(x.dtype)
-    return shard(y, *names), stats_of(router, seen, choices, load)
+    return checkpoint_name(shard(y, *names), BY_EXAMPLE), stats_of(router, seen, choices, load)
 
 
 def _dispatched(
