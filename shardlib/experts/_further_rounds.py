@@ -6,22 +6,26 @@ backward pass is a loop as well, which computes each round again and differentia
     forward     y = sum of output(k, operands)                  k = 1 ... rounds - 1
     backward    gradients += of output(k, operands) by y's      starting from those of round 0
 
-Between rounds nothing is kept but the sums.
+Between rounds nothing is kept but the sums. Where the weights are gathered for the layer, and their
+gradients scattered, a sum is of scattered gradients: `tracing/_reduced_sums` tells the loop how.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from shardlib.compiled._source_lines import IF_UNEVEN
 from shardlib.kernels._shards import as_varying, varying
+from shardlib.layouts._checkpoint_policies import SAME_RESULT
 from shardlib.tracing._jaxpr import evaluate
+from shardlib.tracing._reduced_sums import Reduction, SumsGradients
 
 
 class Operands(NamedTuple):
@@ -99,11 +103,14 @@ def all_rounds(
         plan: where rows go.
         operands: what is differentiated.
     """
-    captured = experts.arrays
-    entered: Any = _enter(rounds, experts.function, number, plan, operands, captured)
+    arrays = number, plan, operands, experts.arrays
+    loop = _Loop(rounds, experts.function, jax.tree.structure(arrays))
+    name = SumsGradients(SAME_RESULT, loop.entered_with_anchors)
+    entered: Any = _enter(loop, checkpoint_name(number, name), *arrays[1:], [])
     operands, sink = entered
     y = first(operands)
-    total: Any = _add_rounds(rounds, experts.function, number, plan, (operands, captured), y, sink)
+    arrays = operands, experts.arrays
+    total: Any = _add_rounds(rounds, experts.function, number, plan, arrays, y, sink)
     return total
 
 
@@ -142,60 +149,112 @@ def _add_backward(rounds: Rounds, function: Any, saved: None, gradient: Any) -> 
 _add_rounds.defvjp(_add_forward, _add_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    """What the backward loop is of, but for arrays.
+
+    - `rounds`, `function`: give the output of a round.
+    - `structure`: of the arrays: the number of rounds, the plan, the operands, and what the
+      function reads from elsewhere.
+    - `reductions`: of gradients that are added up reduced, by the leaf of the latter two.
+    """
+
+    rounds: Rounds
+    function: Callable[..., Any]
+    structure: Any
+    reductions: Mapping[int, Reduction] = field(default_factory=dict)
+
+    def entered_with_anchors(
+        self, reductions: Mapping[int, Reduction], leaves: list[Any], anchors: list[Any]
+    ) -> Any:
+        """What `_enter` makes of the leaves of arrays, where some gradients are reduced."""
+        number, plan, *arrays = jax.tree.unflatten(self.structure, leaves)
+        before = len(leaves) - len(jax.tree.leaves(arrays))
+        by_leaf = {place - before: reduction for place, reduction in reductions.items()}
+        return _enter(replace(self, reductions=by_leaf), number, plan, *arrays, anchors)
+
+    def reduced(self, places: list[int], gradients: list[jax.Array]) -> list[jax.Array]:
+        """The gradients to the leaves at some places, reduced where they are to be."""
+        made = []
+        for place, gradient in zip(places, gradients, strict=True):
+            reduction = self.reductions.get(place)
+            made.append(gradient if reduction is None else reduction.reduced(gradient))
+        return made
+
+    def number_for_all(self, number: jax.Array) -> jax.Array:
+        """How many rounds the loop runs, where it reduces gradients.
+
+        Devices that reduce together run it equally often. In a round that a device does not need
+        all its rows are empty, and gradients of zero are added.
+        """
+        axes = {axis for reduction in self.reductions.values() for axis in reduction.axes}
+        return lax.pmax(number, tuple(sorted(axes))) if axes else number
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _enter(
-    rounds: Rounds,
-    function: Callable[..., Any],
+    loop: _Loop,
     number: jax.Array,
     plan: Any,
     operands: Operands,
     captured: tuple[Any, ...],
+    anchors: list[jax.Array],
 ) -> tuple[Operands, jax.Array]:
-    """The operands as they are, and an array that nothing reads, for the gradient of the output."""
-    del rounds, function, number, plan, captured
+    """The operands as they are, and an array that nothing reads, for the gradient of the output.
+
+    Of arrays whose gradients the loop reduces, the anchors get these.
+    """
+    del loop, number, plan, captured, anchors
     x = operands.x
     return operands, as_varying(jnp.zeros_like(x), varying(x))
 
 
-def _enter_forward(rounds: Rounds, function: Any, *arrays: Any) -> tuple[Any, Any]:
-    return _enter(rounds, function, *arrays), arrays
+def _enter_forward(loop: _Loop, *arrays: Any) -> tuple[Any, Any]:
+    # Nothing of the anchors is needed.
+    return _enter(loop, *arrays), arrays[:-1]
 
 
-def _enter_backward(rounds: Rounds, function: Any, saved: Any, gradients: Any) -> tuple[Any, ...]:
+def _enter_backward(loop: _Loop, saved: Any, gradients: Any) -> tuple[Any, ...]:
     """The gradients to the operands: those by the first round, and those by each other one."""
-    number, plan, operands, captured = saved
+    number, plan, *arrays = saved
     of_operands, of_y = gradients
-    floats, rebuilt = _floats_of((operands, captured))
-    by_first, _ = _floats_of((of_operands, jax.tree.map(jnp.zeros_like, captured)))
+    number = loop.number_for_all(number)
+    places, floats, rebuilt = _floats_of(arrays)
+    by_first = jax.tree.leaves((of_operands, jax.tree.map(jnp.zeros_like, arrays[1])))
 
     def add_round(carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
         k, sums = carry
 
         def output(floats: list[jax.Array]) -> jax.Array:
             operands, captured = rebuilt(floats)
-            return rounds.output(partial(function, captured), k, plan, operands)
+            return loop.rounds.output(partial(loop.function, captured), k, plan, operands)
 
         _, back = jax.vjp(output, floats)
         (added,) = back(of_y)
-        return k + 1, jax.tree.map(jnp.add, sums, added)
+        return k + 1, jax.tree.map(jnp.add, sums, loop.reduced(places, added))
 
-    start = jnp.int32(1), by_first
+    start = jnp.int32(1), loop.reduced(places, [by_first[place] for place in places])
     with jax.named_scope(IF_UNEVEN):
         _, sums = lax.while_loop(lambda carry: carry[0] < number, add_round, start)
-    of_operands, of_captured = _with_none(rebuilt(sums), (operands, captured))
-    return None, None, of_operands, of_captured
+    of_leaves = dict(zip(places, sums, strict=True))
+    of_anchors = [of_leaves.pop(place) for place in loop.reductions]
+    leaves, definition = jax.tree.flatten(arrays)
+    # What is no float has no gradient, and that of a weight with an anchor is the anchor's.
+    of_arrays = jax.tree.unflatten(definition, [of_leaves.get(k) for k in range(len(leaves))])
+    return None, None, *of_arrays, of_anchors
 
 
 _enter.defvjp(_enter_forward, _enter_backward)
 
 
-def _floats_of(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """The leaves of a tree that have gradients, and a function of such that makes the tree again.
+def _floats_of(tree: Any) -> tuple[list[int], list[jax.Array], Callable[[list[jax.Array]], Any]]:
+    """The places of leaves that have gradients, these leaves, and a function of such that makes the
+    tree again.
 
     All others are as they were.
     """
     leaves, definition = jax.tree.flatten(tree)
-    places = [k for k, leaf in enumerate(leaves) if _is_float(leaf)]
+    places = [k for k, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
     def rebuilt(floats: list[jax.Array]) -> Any:
         changed = list(leaves)
@@ -203,13 +262,4 @@ def _floats_of(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], 
             changed[place] = leaf
         return jax.tree.unflatten(definition, changed)
 
-    return [leaves[place] for place in places], rebuilt
-
-
-def _with_none(gradients: Any, arrays: Any) -> Any:
-    """The gradients of arrays, with None for arrays that have none."""
-    return jax.tree.map(lambda of, x: of if _is_float(x) else None, gradients, arrays)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    return places, [leaves[place] for place in places], rebuilt

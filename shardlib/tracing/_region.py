@@ -28,11 +28,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from shardlib.layouts._host import is_on_host
-from shardlib.tracing._jaxpr import picked, readers_of, relocated
+from shardlib.tracing._jaxpr import picked, readers_of, relocated, shapes_of
 from shardlib.tracing._linearize import Partition, derivative, instantiated
+from shardlib.tracing._reduced_sums import Reduction, is_summed_inside, with_anchors
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,7 @@ class Weight:
     - `group`: weights of one group, a layer that `Zero(layers=...)` finds by path, are made whole
       together.
     - `accumulates_in_place`: gradients are added to sums that are held by reference.
+    - `reduced_over`: the manual axes over which `reduced` takes collectives.
 
     `consumed_dims` is how many leading dims the loops around a use, or picks by number, have taken
     off.
@@ -60,6 +62,7 @@ class Weight:
     stacked: int
     group: Hashable = None
     accumulates_in_place: bool = False
+    reduced_over: tuple[str, ...] = ()
 
     @property
     def is_stored_whole(self) -> bool:
@@ -234,6 +237,9 @@ class _TracedRegion:
 
     The trained weights come before the frozen ones. `readers` has, for each weight, the first
     equation of the body that reads it: its line is blamed for making the weight whole.
+
+    Weights whose gradients the body reduces itself are like frozen ones to the region. The body
+    takes their anchors, `summed`, behind the floats, and their derivatives are the gradients.
     """
 
     body: ClosedJaxpr
@@ -242,6 +248,8 @@ class _TracedRegion:
     trained: list[WeightSlice]
     readers: list[Any]
     outputs: Partition  # the results by dtype: integers have no cotangents
+    summed: list[WeightSlice]
+    anchors: list[jax.ShapeDtypeStruct]  # of those
 
     def evaluate(
         self, floats: list[Any], others: list[Any], stored: list[Any]
@@ -257,13 +265,15 @@ class _TracedRegion:
 
         `perturbed` says which of the floats are differentiated; the others leave no residuals.
         """
-        trained = len(self.trained)
-        forward, backward = derivative(self.body, perturbed, trained, floats, others, self.shapes)
+        trained, moves = len(self.trained), [*perturbed, *[True] * len(self.summed)]
+        inputs = [*floats, *self.anchors]
+        forward, backward = derivative(self.body, moves, trained, inputs, others, self.shapes)
         arguments = self.arguments(floats, others, stored)
         results, kept = forward(*arguments)
         # Inputs are kept as they were before the barrier: what is the same for all layers of a
         # loop, JAX keeps once, but what a layer has made of it, once for each layer.
-        before_barrier = [*floats, *others]
+        anchors = arguments[len(floats) : len(inputs)]
+        before_barrier = [*floats, *anchors, *others]
         kept = _replaced(kept, arguments[: len(before_barrier)], before_barrier)
         leaves, treedef = jax.tree.flatten(kept)
         made = _smallest_made_here(leaves, [*before_barrier, *stored])
@@ -280,10 +290,12 @@ class _TracedRegion:
         return self.outputs.split(results), (jax.tree_util.Partial(resume, leaves), stored)
 
     def backward(self, saved: Any, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The gradients of the floats, and the reduced ones of the trained weights."""
+        """The gradients of the floats, and the reduced ones of all weights that have some."""
         resume, stored = saved
-        float_gradients, weight_gradients = resume(stored, instantiated(cotangents))
-        reduced = self.reduce(weight_gradients)
+        gradients, weight_gradients = resume(stored, instantiated(cotangents))
+        count = len(gradients) - len(self.summed)
+        float_gradients, of_summed = gradients[:count], gradients[count:]
+        reduced = [*self.reduce(weight_gradients), *of_summed]
         # The backward pass of what comes before in the computation waits until the gradients of
         # the weights are reduced: otherwise whole gradients of many regions would wait in memory.
         return _barrier(float_gradients, reduced)
@@ -302,7 +314,9 @@ class _TracedRegion:
         which would keep many regions' weights in memory at a time.
         """
         floats, others, stored = _barrier(floats, others, stored)
-        return [*floats, *others, *self.make_whole(stored)]
+        # Nothing reads anchors, so that they take no memory. Behind the barrier they would.
+        anchors = [jnp.zeros(anchor.shape, anchor.dtype) for anchor in self.anchors]
+        return [*floats, *anchors, *others, *self.make_whole(stored)]
 
     def reduce(self, gradients: list[Any]) -> list[Any]:
         """The gradients of the trained weights, in the form in which they are added up."""
@@ -318,8 +332,12 @@ def _trace_region(
     partition: Partition,
     arrays: list[Any],
     roots: list[WeightSlice],
+    targets: dict[WeightSlice, Any],
 ) -> _TracedRegion:
-    """Trace `body(arrays, weights)` for whole weights, with the floats among the arrays first."""
+    """Trace `body(arrays, weights)` for whole weights, with the floats among the arrays first.
+
+    `targets` are those of the trained weights.
+    """
     # Trained weights come first, as `derivative` wants them.
     trained = [root for root in roots if root.weight.reduced is not None]
     roots = trained + [root for root in roots if root.weight.reduced is None]
@@ -328,14 +346,46 @@ def _trace_region(
     def run(floats: list[Any], others: list[Any], whole: list[Any]) -> list[Any]:
         return body(partition.merge(floats, others), dict(zip(roots, whole, strict=True)))
 
+    traced = jax.make_jaxpr(run)(floats, others, _whole_shapes(roots))
+    weights = dict(zip(roots, traced.jaxpr.invars[len(arrays) :], strict=True))
+    readers = {root: reader_of(traced.jaxpr, var) for root, var in weights.items()}
+    outputs = Partition.by_dtype(traced.jaxpr.outvars)
+    summed = [root for root in trained if is_summed_inside(traced.jaxpr, weights[root])]
+    trained = [root for root in trained if root not in summed]
+    roots = trained + [root for root in roots if root not in trained]
+    anchors = {root: Var(jax.typeof(targets[root])) for root in summed}
+    of_weights = {}
+    for root, anchor in anchors.items():
+        of_weights[weights[root]] = anchor, _reduction(root, readers[root])
+    jaxpr = with_anchors(traced.jaxpr, of_weights)
+    first, rest = jaxpr.invars[: len(floats)], jaxpr.invars[len(floats) : len(arrays)]
+    body = traced.replace(
+        jaxpr=jaxpr.replace(invars=[*first, *anchors.values(), *rest, *picked(weights, roots)])
+    )
+    return _TracedRegion(
+        body,
+        roots,
+        _whole_shapes(roots),
+        trained,
+        picked(readers, roots),
+        outputs,
+        summed,
+        shapes_of(anchors.values()),
+    )
+
+
+def _whole_shapes(roots: Sequence[WeightSlice]) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of weights, or layers of weights, that are whole."""
     shapes = []
     for root in roots:
         shape = root.weight.shape[root.consumed_dims :]
         shapes.append(jax.ShapeDtypeStruct(shape, root.weight.dtype))
-    traced = jax.make_jaxpr(run)(floats, others, shapes)
-    readers = [reader_of(traced.jaxpr, var) for var in traced.jaxpr.invars[len(arrays) :]]
-    outputs = Partition.by_dtype(traced.jaxpr.outvars)
-    return _TracedRegion(traced, roots, shapes, trained, readers, outputs)
+    return shapes
+
+
+def _reduction(root: WeightSlice, reader: Any) -> Reduction:
+    """How an operation inside of a region reduces the gradient of a weight."""
+    return Reduction(lambda gradient: root.reduced(gradient, reader), root.weight.reduced_over)
 
 
 def evaluate_region(
@@ -350,7 +400,8 @@ def evaluate_region(
     """
     inputs = Partition.by_dtype(arrays)
     floats, others = inputs.split(arrays)
-    region = _trace_region(body, inputs, arrays, roots)
+    targets = {root: root.target for root in roots if root.weight.reduced is not None}
+    region = _trace_region(body, inputs, arrays, roots, targets)
 
     @jax.custom_vjp
     def evaluated(floats: Any, others: Any, stored: Any, anchors: Any) -> Any:
@@ -371,7 +422,7 @@ def evaluate_region(
 
     evaluated.defvjp(forwards, backwards, symbolic_zeros=True)
     stored = [root.stored for root in region.weights]
-    anchors = [root.target for root in region.trained]
+    anchors = picked(targets, [*region.trained, *region.summed])
     return region.outputs.merge(*evaluated(floats, others, stored, anchors))
 
 
