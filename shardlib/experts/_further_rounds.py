@@ -6,8 +6,9 @@ backward pass is a loop as well, which computes each round again and differentia
     forward     y = sum of output(k, operands)                  k = 1 ... rounds - 1
     backward    gradients += of output(k, operands) by y's      starting from those of round 0
 
-Between rounds nothing is kept but the sums. Where the weights are gathered for the layer, and their
-gradients scattered, a sum is of scattered gradients: `tracing/_reduced_sums` tells the loop how.
+Between rounds nothing is kept but the sums. Where weights are gathered for the layer and their
+gradients scattered, the backward loop does so too: the sums are of scattered gradients, and the
+weights are gathered once more if there is a further round. See `tracing/_reduced_sums`.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from shardlib.compiled._source_lines import IF_UNEVEN
 from shardlib.kernels._shards import as_varying, varying
 from shardlib.layouts._checkpoint_policies import SAME_RESULT
 from shardlib.tracing._jaxpr import evaluate
-from shardlib.tracing._reduced_sums import Reduction, SumsGradients
+from shardlib.tracing._reduced_sums import Further, OfShard, SumsGradients
 
 
 class Operands(NamedTuple):
@@ -103,14 +104,13 @@ def all_rounds(
         plan: where rows go.
         operands: what is differentiated.
     """
-    arrays = number, plan, operands, experts.arrays
-    loop = _Loop(rounds, experts.function, jax.tree.structure(arrays))
-    name = SumsGradients(SAME_RESULT, loop.entered_with_anchors)
-    entered: Any = _enter(loop, checkpoint_name(number, name), *arrays[1:], [])
+    captured = experts.arrays
+    loop = _Loop(rounds, experts.function, jax.tree.structure((number, plan, operands, captured)))
+    named = checkpoint_name(number, SumsGradients(SAME_RESULT, loop.of_shards))
+    entered: Any = _enter(loop, named, plan, operands, captured, [])
     operands, sink = entered
     y = first(operands)
-    arrays = operands, experts.arrays
-    total: Any = _add_rounds(rounds, experts.function, number, plan, arrays, y, sink)
+    total: Any = _add_rounds(rounds, experts.function, number, plan, (operands, captured), y, sink)
     return total
 
 
@@ -156,38 +156,43 @@ class _Loop:
     - `rounds`, `function`: give the output of a round.
     - `structure`: of the arrays: the number of rounds, the plan, the operands, and what the
       function reads from elsewhere.
-    - `reductions`: of gradients that are added up reduced, by the leaf of the latter two.
+    - `weights`: those that the loop gathers, by the leaf of the latter two.
     """
 
     rounds: Rounds
     function: Callable[..., Any]
     structure: Any
-    reductions: Mapping[int, Reduction] = field(default_factory=dict)
+    weights: Mapping[int, OfShard] = field(default_factory=dict)
 
-    def entered_with_anchors(
-        self, reductions: Mapping[int, Reduction], leaves: list[Any], anchors: list[Any]
+    def of_shards(
+        self, weights: Mapping[int, OfShard], leaves: list[Any], further: list[Further]
     ) -> Any:
-        """What `_enter` makes of the leaves of arrays, where some gradients are reduced."""
+        """What `_enter` makes of the leaves of arrays, where the loop gathers some of them."""
         number, plan, *arrays = jax.tree.unflatten(self.structure, leaves)
         before = len(leaves) - len(jax.tree.leaves(arrays))
-        by_leaf = {place - before: reduction for place, reduction in reductions.items()}
-        return _enter(replace(self, reductions=by_leaf), number, plan, *arrays, anchors)
+        by_leaf = {place - before: of_shard for place, of_shard in weights.items()}
+        return _enter(replace(self, weights=by_leaf), number, plan, *arrays, further)
 
-    def reduced(self, places: list[int], gradients: list[jax.Array]) -> list[jax.Array]:
-        """The gradients to the leaves at some places, reduced where they are to be."""
-        made = []
-        for place, gradient in zip(places, gradients, strict=True):
-            reduction = self.reductions.get(place)
-            made.append(gradient if reduction is None else reduction.reduced(gradient))
+    def whole(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """The leaves of the arrays, with whole weights in place of their shards."""
+        made = list(leaves)
+        for place, of_shard in self.weights.items():
+            made[place] = of_shard.whole(made[place])
+        return made
+
+    def reduced(self, gradients: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        """Gradients by leaf, reduced where they are to be."""
+        made = dict(gradients)
+        for place, of_shard in self.weights.items():
+            made[place] = of_shard.reduced(made[place])
         return made
 
     def number_for_all(self, number: jax.Array) -> jax.Array:
-        """How many rounds the loop runs, where it reduces gradients.
+        """How many rounds there are on the device that has most, of those that gather together.
 
-        Devices that reduce together run it equally often. In a round that a device does not need
-        all its rows are empty, and gradients of zero are added.
+        In a round that a device does not need all its rows are empty, and the gradients are zero.
         """
-        axes = {axis for reduction in self.reductions.values() for axis in reduction.axes}
+        axes = {axis for of_shard in self.weights.values() for axis in of_shard.axes}
         return lax.pmax(number, tuple(sorted(axes))) if axes else number
 
 
@@ -198,68 +203,67 @@ def _enter(
     plan: Any,
     operands: Operands,
     captured: tuple[Any, ...],
-    anchors: list[jax.Array],
+    further: list[Further],
 ) -> tuple[Operands, jax.Array]:
     """The operands as they are, and an array that nothing reads, for the gradient of the output.
 
-    Of arrays whose gradients the loop reduces, the anchors get these.
+    The gradients of weights that the loop gathers go to their anchors.
     """
-    del loop, number, plan, captured, anchors
+    del loop, number, plan, captured, further
     x = operands.x
     return operands, as_varying(jnp.zeros_like(x), varying(x))
 
 
-def _enter_forward(loop: _Loop, *arrays: Any) -> tuple[Any, Any]:
-    # Nothing of the anchors is needed.
-    return _enter(loop, *arrays), arrays[:-1]
+def _enter_forward(
+    loop: _Loop, number: Any, plan: Any, operands: Any, captured: Any, further: list[Further]
+) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten((operands, captured))
+    # What the loop gathers is not kept.
+    for place, one in zip(loop.weights, further, strict=True):
+        leaves[place] = one.shard
+    saved = number, plan, jax.tree.unflatten(structure, leaves)
+    return _enter(loop, number, plan, operands, captured, further), saved
 
 
 def _enter_backward(loop: _Loop, saved: Any, gradients: Any) -> tuple[Any, ...]:
     """The gradients to the operands: those by the first round, and those by each other one."""
-    number, plan, *arrays = saved
+    number, plan, arrays = saved
     of_operands, of_y = gradients
     number = loop.number_for_all(number)
-    places, floats, rebuilt = _floats_of(arrays)
-    by_first = jax.tree.leaves((of_operands, jax.tree.map(jnp.zeros_like, arrays[1])))
+    leaves, structure = jax.tree.flatten(arrays)
+    _, captured = arrays
+    by_first = jax.tree.leaves((of_operands, jax.tree.map(jnp.zeros_like, captured)))
+    floats = [k for k, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    sums = loop.reduced({k: by_first[k] for k in floats})
 
-    def add_round(carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
-        k, sums = carry
+    def add_others(sums: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        whole = loop.whole(leaves)
 
-        def output(floats: list[jax.Array]) -> jax.Array:
-            operands, captured = rebuilt(floats)
-            return loop.rounds.output(partial(loop.function, captured), k, plan, operands)
+        def add_round(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            k, sums = carry
 
-        _, back = jax.vjp(output, floats)
-        (added,) = back(of_y)
-        return k + 1, jax.tree.map(jnp.add, sums, loop.reduced(places, added))
+            def output(of_floats: dict[int, jax.Array]) -> jax.Array:
+                now = [of_floats.get(k, leaf) for k, leaf in enumerate(whole)]
+                operands, captured = jax.tree.unflatten(structure, now)
+                return loop.rounds.output(partial(loop.function, captured), k, plan, operands)
 
-    start = jnp.int32(1), loop.reduced(places, [by_first[place] for place in places])
+            _, back = jax.vjp(output, {k: whole[k] for k in floats})
+            (added,) = back(of_y)
+            return k + 1, jax.tree.map(jnp.add, sums, loop.reduced(added))
+
+        _, sums = lax.while_loop(lambda carry: carry[0] < number, add_round, (jnp.int32(1), sums))
+        return sums
+
     with jax.named_scope(IF_UNEVEN):
-        _, sums = lax.while_loop(lambda carry: carry[0] < number, add_round, start)
-    of_leaves = dict(zip(places, sums, strict=True))
-    of_anchors = [of_leaves.pop(place) for place in loop.reductions]
-    leaves, definition = jax.tree.flatten(arrays)
-    # What is no float has no gradient, and that of a weight with an anchor is the anchor's.
-    of_arrays = jax.tree.unflatten(definition, [of_leaves.get(k) for k in range(len(leaves))])
-    return None, None, *of_arrays, of_anchors
+        if loop.weights:
+            # Nothing is gathered where one round is enough.
+            sums = lax.cond(number > 1, add_others, lambda sums: sums, sums)
+        else:
+            sums = add_others(sums)
+    of_further = [Further(sums.pop(place), None) for place in loop.weights]
+    # What is no float has no gradient.
+    of_leaves = [sums.get(k) for k in range(len(leaves))]
+    return None, None, *jax.tree.unflatten(structure, of_leaves), of_further
 
 
 _enter.defvjp(_enter_forward, _enter_backward)
-
-
-def _floats_of(tree: Any) -> tuple[list[int], list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """The places of leaves that have gradients, these leaves, and a function of such that makes the
-    tree again.
-
-    All others are as they were.
-    """
-    leaves, definition = jax.tree.flatten(tree)
-    places = [k for k, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-    def rebuilt(floats: list[jax.Array]) -> Any:
-        changed = list(leaves)
-        for place, leaf in zip(places, floats, strict=True):
-            changed[place] = leaf
-        return jax.tree.unflatten(definition, changed)
-
-    return places, [leaves[place] for place in places], rebuilt

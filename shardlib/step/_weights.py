@@ -157,7 +157,7 @@ class StepParameter:
             reduced=None,
             stacked=self._most_consumed_dims,
             accumulates_in_place=accumulates,
-            reduced_over=self._reduced_over if reduced_here else (),
+            axes=self._reduced_over if reduced_here else (),
         )
         if self.gathered_on_use:
             group = self.strategy.sharding.group(self.path)

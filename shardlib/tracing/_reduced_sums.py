@@ -1,26 +1,28 @@
 """Operations that add up gradients of weights themselves, and can add up reduced ones.
 
 Such an operation has a derivative of its own, in which a loop adds gradients to a sum. A region
-would reduce the sum once it is complete. Until then the sum is as large as the whole weight, in
-memory beside the weight and the gradient that is added. So where an operation alone reads a weight,
-it is given how the gradient is reduced, and the anchor of that:
+would reduce the sum once it is complete. Until then the sum is as large as the whole weight, and in
+memory beside the weight and the gradient that is added. So where nothing but such an operation
+reads a weight, it is told how the weight is gathered and how the gradient is reduced:
 
-    operation(weight)                 gradient of the weight     whole, reduced by the region
-    operation(weight, anchor)         gradient of the anchor     a sum of reduced gradients
+    operation(weight)                    gradient of the weight    whole, reduced by the region
+    operation(weight, anchor, shard)     gradient of the anchor    a sum of reduced gradients
 
-The operation is found by the name of its first operand, which is a `SumsGradients`.
+The loop gathers the weight itself, so that the region's is dropped once the rest has read it. The
+operation is found by the name of its first operand, which is a `SumsGradients`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from shardlib.tracing._jaxpr import (
     CALLS,
-    REMATS,
+    JITS,
     open_jaxpr,
     readers_of,
     shapes_of,
@@ -29,32 +31,41 @@ from shardlib.tracing._jaxpr import (
 
 
 @dataclass(frozen=True, eq=False)
-class Reduction:
-    """How the gradient of a weight is reduced.
+class OfShard:
+    """What an operation does to a weight and to its gradient.
 
+    - `whole(shard)`: the whole weight.
     - `reduced(gradient)`: the gradient in the form in which it is added up.
-    - `axes`: the manual axes over which that takes collectives: all devices along them have to
-      reduce equally many gradients.
+    - `axes`: the manual axes over which both take collectives: all devices along them have to take
+      equally many.
     """
 
+    whole: Callable[[jax.Array], jax.Array]
     reduced: Callable[[jax.Array], jax.Array]
     axes: tuple[str, ...]
+
+
+class Further(NamedTuple):
+    """What an operation reads of a weight beside the weight, as variables or as arrays."""
+
+    anchor: Any
+    shard: Any
 
 
 class SumsGradients(str):
     """The name of the first operand of an operation that adds up gradients of weights.
 
-    `with_anchors(reductions, operands, anchors)` is the same operation for the flat operands of the
-    call. `reductions` are by the position of a weight among these. There is an anchor for each, in
-    order, which gets the gradient. The weight itself gets none.
+    `of_shards(weights, operands, further)` is the same operation for the flat operands of the call.
+    `weights` has an `OfShard` by the position of each weight among these, and `further` a `Further`
+    for each, in order. The anchors get the gradients, and the weights get none.
     """
 
-    with_anchors: Callable[[Mapping[int, Reduction], list[Any], list[Any]], Any]
+    of_shards: Callable[[Mapping[int, OfShard], list[Any], list[Further]], Any]
 
-    def __new__(cls, name: str, with_anchors: Callable[..., Any]) -> "SumsGradients":
+    def __new__(cls, name: str, of_shards: Callable[..., Any]) -> "SumsGradients":
         """A string like any other, for what asks for names."""
         named = super().__new__(cls, name)
-        named.with_anchors = with_anchors
+        named.of_shards = of_shards
         return named
 
 
@@ -72,88 +83,86 @@ def is_summed_inside(jaxpr: Jaxpr, weight: Any) -> bool:
     if reader.primitive.name in CALLS:
         inner = open_jaxpr(reader.params["jaxpr"])
         return is_summed_inside(inner, inner.invars[_position_of(reader, weight)])
-    return _summing(jaxpr, reader) is not None
+    return _name_of(jaxpr, reader) is not None
 
 
-def with_anchors(jaxpr: Jaxpr, anchors: Mapping[Any, tuple[Any, Reduction]]) -> Jaxpr:
+def summing_inside(jaxpr: Jaxpr, weights: Mapping[Any, tuple[Further, OfShard]]) -> Jaxpr:
     """A jaxpr in which operations that add up gradients of weights add up reduced ones.
 
-    `anchors` has, by the variable of each such weight, that of its anchor, which the caller makes
-    an input, and how its gradient is reduced.
+    `weights` has, by the variable of each weight, the variables that the operation reads too, which
+    the caller makes inputs, and what is done.
     """
     equations = []
     for equation in jaxpr.eqns:
-        read = [var for var in variables(equation.invars) if var in anchors]
+        read = [var for var in variables(equation.invars) if var in weights]
         if read:
-            equation = _with_anchors(jaxpr, equation, {var: anchors[var] for var in read})
+            places = {_position_of(equation, var): weights[var] for var in read}
+            equation = _summing_inside(jaxpr, equation, places)
         equations.append(equation)
     return jaxpr.replace(eqns=equations)
 
 
-def _with_anchors(jaxpr: Jaxpr, equation: Any, anchors: Mapping[Any, tuple[Any, Reduction]]) -> Any:
-    """The operation, or the call that leads to it, as one that reads the anchors too."""
-    places = {_position_of(equation, weight): anchors[weight] for weight in anchors}
-    further = [anchor for anchor, _ in places.values()]
+def _summing_inside(
+    jaxpr: Jaxpr, equation: Any, places: Mapping[int, tuple[Further, OfShard]]
+) -> Any:
+    """The operation, or the call that leads to it, as one that reads anchors and shards too."""
+    variables_read = [further for further, _ in places.values()]
+    operands = [*equation.invars, *jax.tree.leaves(variables_read)]
     if equation.primitive.name in CALLS:
-        equation = _call_with_anchors(equation, places)
-        return equation.replace(invars=[*equation.invars, *further])
-    summing = _summing(jaxpr, equation)
-    assert summing is not None
-    reductions = {place: reduction for place, (_, reduction) in places.items()}
-
-    def operation(operands: list[Any], anchors: list[Any]) -> Any:
-        return summing.with_anchors(reductions, operands, anchors)
-
-    traced = jax.make_jaxpr(operation)(shapes_of(equation.invars), shapes_of(further))
+        return _call_summing_inside(equation, places).replace(invars=operands)
+    name = _name_of(jaxpr, equation)
+    assert name is not None
+    weights = {place: of_shard for place, (_, of_shard) in places.items()}
+    shapes = shapes_of(equation.invars), jax.tree.map(_shape_of, variables_read)
+    traced = jax.make_jaxpr(partial(name.of_shards, weights))(*shapes)
     (call,) = traced.jaxpr.eqns
     # Errors and profiles then show the line of the operation as it was called.
     return call.replace(
-        invars=[*equation.invars, *further],
+        invars=operands,
         outvars=equation.outvars,
         source_info=equation.source_info,
         ctx=equation.ctx,
     )
 
 
-def _call_with_anchors(equation: Any, places: Mapping[int, tuple[Any, Reduction]]) -> Any:
-    """A call whose function takes anchors behind all else. They are not among its operands yet."""
+def _call_summing_inside(equation: Any, places: Mapping[int, tuple[Further, OfShard]]) -> Any:
+    """A call whose function takes anchors and shards last. They are not its operands yet."""
     function = equation.params["jaxpr"]
     body = open_jaxpr(function)
     inside = {}
-    for place, (anchor, reduction) in places.items():
-        inside[body.invars[place]] = Var(anchor.aval), reduction
-    further = [anchor for anchor, _ in inside.values()]
-    changed = with_anchors(body, inside).replace(invars=[*body.invars, *further])
-    if equation.primitive.name in REMATS:
-        return _with_operands(equation, {"jaxpr": changed}, {}, len(further))
-    closed = ClosedJaxpr(changed, function.consts)
-    of_one = jax.make_jaxpr(jax.jit(lambda x: x))(*shapes_of(further[:1])).jaxpr.eqns[0].params
-    return _with_operands(equation, {"jaxpr": closed}, of_one, len(further))
+    for place, (further, of_shard) in places.items():
+        inside[body.invars[place]] = Further(*map(_like, further)), of_shard
+    last = jax.tree.leaves([further for further, _ in inside.values()])
+    changed: Any = summing_inside(body, inside).replace(invars=[*body.invars, *last])
+    if equation.primitive.name in JITS:
+        changed = ClosedJaxpr(changed, function.consts)
+    return _with_function(equation, changed, len(last))
 
 
-def _with_operands(
-    equation: Any, changed: Mapping[str, Any], of_one: Mapping[str, Any], count: int
-) -> Any:
-    """A call with parameters for so many operands more.
-
-    Args:
-        equation: the call.
-        changed: parameters that are others.
-        of_one: those of a call with one operand, of which nothing was asked.
-        count: how many operands more there are.
-    """
-    params = {**equation.params, **changed}
-    for name, value in equation.params.items():
-        if not isinstance(value, tuple) or len(value) != len(equation.invars):
-            continue
-        if name == "prevent_cse":
-            params[name] = (*value, *[any(value)] * count)
-        elif name in ("in_shardings", "in_layouts", "donated_invars"):
-            params[name] = (*value, *of_one[name] * count)
+def _with_function(equation: Any, function: Any, count: int) -> Any:
+    """A call of another function, which takes so many arrays more."""
+    params = {**equation.params, "jaxpr": function}
+    if equation.primitive.name in JITS:
+        plain = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).jaxpr.eqns[0].params
+        for name in ("in_shardings", "in_layouts", "donated_invars"):
+            params[name] = (*params[name], *plain[name] * count)
+    elif isinstance(params["prevent_cse"], tuple):
+        # JAX 0.12 may have one for each operand.
+        given = params["prevent_cse"]
+        params["prevent_cse"] = (*given, *[any(given)] * count)
     return equation.replace(params=params)
 
 
-def _summing(jaxpr: Jaxpr, equation: Any) -> SumsGradients | None:
+def _like(variable: Any) -> Var:
+    """Another variable of the same shape."""
+    return Var(variable.aval)
+
+
+def _shape_of(variable: Any) -> jax.ShapeDtypeStruct:
+    return shapes_of([variable])[0]
+
+
+def _name_of(jaxpr: Jaxpr, equation: Any) -> SumsGradients | None:
     """The name by which an equation is an operation that adds up gradients; None for others."""
     if equation.primitive.name != "custom_vjp_call" or equation.params["num_consts"]:
         return None

@@ -33,7 +33,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 from shardlib.layouts._host import is_on_host
 from shardlib.tracing._jaxpr import picked, readers_of, relocated, shapes_of
 from shardlib.tracing._linearize import Partition, derivative, instantiated
-from shardlib.tracing._reduced_sums import Reduction, is_summed_inside, with_anchors
+from shardlib.tracing._reduced_sums import Further, OfShard, is_summed_inside, summing_inside
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Weight:
     - `group`: weights of one group, a layer that `Zero(layers=...)` finds by path, are made whole
       together.
     - `accumulates_in_place`: gradients are added to sums that are held by reference.
-    - `reduced_over`: the manual axes over which `reduced` takes collectives.
+    - `axes`: the manual axes over which `whole` and `reduced` take collectives.
 
     `consumed_dims` is how many leading dims the loops around a use, or picks by number, have taken
     off.
@@ -62,7 +62,7 @@ class Weight:
     stacked: int
     group: Hashable = None
     accumulates_in_place: bool = False
-    reduced_over: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
 
     @property
     def is_stored_whole(self) -> bool:
@@ -238,13 +238,14 @@ class _TracedRegion:
     The trained weights come before the frozen ones. `readers` has, for each weight, the first
     equation of the body that reads it: its line is blamed for making the weight whole.
 
-    Weights whose gradients the body reduces itself are like frozen ones to the region. The body
-    takes their anchors, `summed`, behind the floats, and their derivatives are the gradients.
+    Weights whose gradients the body reduces itself, `summed`, come last, like frozen ones. Behind
+    them the body takes their shards, and behind the floats their anchors, whose derivatives are the
+    gradients.
     """
 
     body: ClosedJaxpr
     weights: list[WeightSlice]
-    shapes: list[jax.ShapeDtypeStruct]  # of the whole weights
+    shapes: list[jax.ShapeDtypeStruct]  # of the whole weights, and of shards
     trained: list[WeightSlice]
     readers: list[Any]
     outputs: Partition  # the results by dtype: integers have no cotangents
@@ -301,11 +302,11 @@ class _TracedRegion:
         return _barrier(float_gradients, reduced)
 
     def make_whole(self, stored: list[Any]) -> list[Any]:
-        """All weights of the region, whole."""
+        """All weights of the region, whole, and the shards that the body takes."""
         weights = []
         for root, reader, array in zip(self.weights, self.readers, stored, strict=True):
             weights.append(with_source_of(reader, root.whole, array))
-        return weights
+        return [*weights, *stored[len(stored) - len(self.summed) :]]
 
     def arguments(self, floats: list[Any], others: list[Any], stored: list[Any]) -> list[Any]:
         """The arguments of the body.
@@ -350,27 +351,28 @@ def _trace_region(
     weights = dict(zip(roots, traced.jaxpr.invars[len(arrays) :], strict=True))
     readers = {root: reader_of(traced.jaxpr, var) for root, var in weights.items()}
     outputs = Partition.by_dtype(traced.jaxpr.outvars)
-    summed = [root for root in trained if is_summed_inside(traced.jaxpr, weights[root])]
-    trained = [root for root in trained if root not in summed]
-    roots = trained + [root for root in roots if root not in trained]
-    anchors = {root: Var(jax.typeof(targets[root])) for root in summed}
-    of_weights = {}
-    for root, anchor in anchors.items():
-        of_weights[weights[root]] = anchor, _reduction(root, readers[root])
-    jaxpr = with_anchors(traced.jaxpr, of_weights)
-    first, rest = jaxpr.invars[: len(floats)], jaxpr.invars[len(floats) : len(arrays)]
-    body = traced.replace(
-        jaxpr=jaxpr.replace(invars=[*first, *anchors.values(), *rest, *picked(weights, roots)])
-    )
+    summed = []
+    for root in trained:
+        # What is in the memory of the host is copied in the region.
+        if is_summed_inside(traced.jaxpr, weights[root]) and not is_on_host(root.stored):
+            summed.append(root)
+    last = {root: Further(*map(_variable, (targets[root], root.stored))) for root in summed}
+    trained = [root for root in trained if root not in last]
+    roots = trained + [root for root in roots if root not in trained and root not in last] + summed
+    anchors, shards = [one.anchor for one in last.values()], [one.shard for one in last.values()]
+    of_shards = {weights[root]: (last[root], _of_shard(root, readers[root])) for root in summed}
+    jaxpr = summing_inside(traced.jaxpr, of_shards)
+    given, rest = jaxpr.invars[: len(floats)], jaxpr.invars[len(floats) : len(arrays)]
+    inputs = [*given, *anchors, *rest, *picked(weights, roots), *shards]
     return _TracedRegion(
-        body,
+        traced.replace(jaxpr=jaxpr.replace(invars=inputs)),
         roots,
-        _whole_shapes(roots),
+        _whole_shapes(roots) + shapes_of(shards),
         trained,
         picked(readers, roots),
         outputs,
         summed,
-        shapes_of(anchors.values()),
+        shapes_of(anchors),
     )
 
 
@@ -383,9 +385,18 @@ def _whole_shapes(roots: Sequence[WeightSlice]) -> list[jax.ShapeDtypeStruct]:
     return shapes
 
 
-def _reduction(root: WeightSlice, reader: Any) -> Reduction:
-    """How an operation inside of a region reduces the gradient of a weight."""
-    return Reduction(lambda gradient: root.reduced(gradient, reader), root.weight.reduced_over)
+def _of_shard(root: WeightSlice, reader: Any) -> OfShard:
+    """What an operation inside of a region does to a weight and to its gradient."""
+    return OfShard(
+        lambda shard: with_source_of(reader, root.whole, shard),
+        lambda gradient: root.reduced(gradient, reader),
+        root.weight.axes,
+    )
+
+
+def _variable(array: Any) -> Var:
+    """A variable for arrays like this one."""
+    return Var(jax.typeof(array))
 
 
 def evaluate_region(
