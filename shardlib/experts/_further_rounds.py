@@ -7,8 +7,8 @@ backward pass is a loop as well, which computes each round again and differentia
     backward    gradients += of output(k, operands) by y's      starting from those of round 0
 
 Between rounds nothing is kept but the sums. Where weights are gathered for the layer and their
-gradients scattered, the backward loop does so too: the sums are of scattered gradients, and the
-weights are gathered once more if there is a further round. See `tracing/_reduced_sums`.
+gradients scattered, so does the backward loop in each round: the sums are of scattered gradients.
+See `tracing/_reduced_sums`.
 """
 
 from collections.abc import Callable, Mapping
@@ -173,11 +173,18 @@ class _Loop:
         by_leaf = {place - before: of_shard for place, of_shard in weights.items()}
         return _enter(replace(self, weights=by_leaf), number, plan, *arrays, further)
 
-    def whole(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """The leaves of the arrays, with whole weights in place of their shards."""
+    def whole(self, leaves: list[jax.Array], number: jax.Array) -> list[jax.Array]:
+        """The leaves of the arrays in the round of a number, with whole weights for their shards.
+
+        A round drops them again where it has read them. Without the barrier the compiler might
+        gather them before the loop.
+        """
+        if not self.weights:
+            return leaves
         made = list(leaves)
-        for place, of_shard in self.weights.items():
-            made[place] = of_shard.whole(made[place])
+        shards, _ = lax.optimization_barrier(([leaves[place] for place in self.weights], number))
+        for (place, of_shard), shard in zip(self.weights.items(), shards, strict=True):
+            made[place] = of_shard.whole(shard)
         return made
 
     def reduced(self, gradients: dict[int, jax.Array]) -> dict[int, jax.Array]:
@@ -234,32 +241,23 @@ def _enter_backward(loop: _Loop, saved: Any, gradients: Any) -> tuple[Any, ...]:
     _, captured = arrays
     by_first = jax.tree.leaves((of_operands, jax.tree.map(jnp.zeros_like, captured)))
     floats = [k for k, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    sums = loop.reduced({k: by_first[k] for k in floats})
 
-    def add_others(sums: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        whole = loop.whole(leaves)
+    def add_round(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        k, sums = carry
+        whole = loop.whole(leaves, k)
 
-        def add_round(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            k, sums = carry
+        def output(of_floats: dict[int, jax.Array]) -> jax.Array:
+            now = [of_floats.get(place, leaf) for place, leaf in enumerate(whole)]
+            operands, captured = jax.tree.unflatten(structure, now)
+            return loop.rounds.output(partial(loop.function, captured), k, plan, operands)
 
-            def output(of_floats: dict[int, jax.Array]) -> jax.Array:
-                now = [of_floats.get(k, leaf) for k, leaf in enumerate(whole)]
-                operands, captured = jax.tree.unflatten(structure, now)
-                return loop.rounds.output(partial(loop.function, captured), k, plan, operands)
+        _, back = jax.vjp(output, {place: whole[place] for place in floats})
+        (added,) = back(of_y)
+        return k + 1, jax.tree.map(jnp.add, sums, loop.reduced(added))
 
-            _, back = jax.vjp(output, {k: whole[k] for k in floats})
-            (added,) = back(of_y)
-            return k + 1, jax.tree.map(jnp.add, sums, loop.reduced(added))
-
-        _, sums = lax.while_loop(lambda carry: carry[0] < number, add_round, (jnp.int32(1), sums))
-        return sums
-
+    start = jnp.int32(1), loop.reduced({place: by_first[place] for place in floats})
     with jax.named_scope(IF_UNEVEN):
-        if loop.weights:
-            # Nothing is gathered where one round is enough.
-            sums = lax.cond(number > 1, add_others, lambda sums: sums, sums)
-        else:
-            sums = add_others(sums)
+        _, sums = lax.while_loop(lambda carry: carry[0] < number, add_round, start)
     of_further = [Further(sums.pop(place), None) for place in loop.weights]
     # What is no float has no gradient.
     of_leaves = [sums.get(k) for k in range(len(leaves))]
