@@ -6,22 +6,27 @@ backward pass is a loop as well, which computes each round again and differentia
     forward     y = sum of output(k, operands)                  k = 1 ... rounds - 1
     backward    gradients += of output(k, operands) by y's      starting from those of round 0
 
-Between rounds nothing is kept but the sums.
+Between rounds nothing is kept but the sums. Where weights are gathered for the layer and their
+gradients scattered, so does the backward loop in each round: the sums are of scattered gradients.
+See `tracing/_reduced_sums`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from shardlib.compiled._source_lines import IF_UNEVEN
 from shardlib.kernels._shards import as_varying, varying
+from shardlib.layouts._checkpoint_policies import SAME_RESULT
 from shardlib.tracing._jaxpr import evaluate
+from shardlib.tracing._reduced_sums import Further, OfShard, SumsGradients
 
 
 class Operands(NamedTuple):
@@ -150,7 +155,9 @@ def all_rounds(
         operands: what is differentiated.
     """
     captured = experts.arrays
-    entered: Any = _enter(rounds, experts.function, number, plan, operands, captured)
+    loop = _Loop(rounds, experts.function, jax.tree.structure((number, plan, operands, captured)))
+    named = checkpoint_name(number, SumsGradients(SAME_RESULT, loop.of_shards))
+    entered: Any = _enter(loop, named, plan, operands, captured, [])
     operands, sink = entered
     y, further = first(operands)
     total: Any = _add_rounds(rounds, experts.function, number, plan, (operands, captured), y, sink)
@@ -192,74 +199,119 @@ def _add_backward(rounds: Rounds, function: Any, saved: None, gradient: Any) -> 
 _add_rounds.defvjp(_add_forward, _add_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@dataclass(frozen=True, eq=False)
+class _Loop:
+    """What the backward loop is of, but for arrays.
+
+    - `rounds`, `function`: give the output of a round.
+    - `structure`: of the arrays: the number of rounds, the plan, the operands, and what the
+      function reads from elsewhere.
+    - `weights`: those that the loop gathers, by the leaf of the latter two.
+    """
+
+    rounds: Rounds
+    function: Callable[..., Any]
+    structure: Any
+    weights: Mapping[int, OfShard] = field(default_factory=dict)
+
+    def of_shards(
+        self, weights: Mapping[int, OfShard], leaves: list[Any], further: list[Further]
+    ) -> Any:
+        """What `_enter` makes of the leaves of arrays, where the loop gathers some of them."""
+        number, plan, *arrays = jax.tree.unflatten(self.structure, leaves)
+        before = len(leaves) - len(jax.tree.leaves(arrays))
+        by_leaf = {place - before: of_shard for place, of_shard in weights.items()}
+        return _enter(replace(self, weights=by_leaf), number, plan, *arrays, further)
+
+    def whole(self, leaves: list[jax.Array], number: jax.Array) -> list[jax.Array]:
+        """The leaves of the arrays in the round of a number, with whole weights for their shards.
+
+        A round drops them again where it has read them. Without the barrier the compiler might
+        gather them before the loop.
+        """
+        if not self.weights:
+            return leaves
+        made = list(leaves)
+        shards, _ = lax.optimization_barrier(([leaves[place] for place in self.weights], number))
+        for (place, of_shard), shard in zip(self.weights.items(), shards, strict=True):
+            made[place] = of_shard.whole(shard)
+        return made
+
+    def reduced(self, gradients: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        """Gradients by leaf, reduced where they are to be."""
+        made = dict(gradients)
+        for place, of_shard in self.weights.items():
+            made[place] = of_shard.reduced(made[place])
+        return made
+
+    def number_for_all(self, number: jax.Array) -> jax.Array:
+        """How many rounds there are on the device that has most, of those that gather together.
+
+        In a round that a device does not need all its rows are empty, and the gradients are zero.
+        """
+        axes = {axis for of_shard in self.weights.values() for axis in of_shard.axes}
+        return lax.pmax(number, tuple(sorted(axes))) if axes else number
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _enter(
-    rounds: Rounds,
-    function: Callable[..., Any],
+    loop: _Loop,
     number: jax.Array,
     plan: Any,
     operands: Operands,
     captured: tuple[Any, ...],
+    further: list[Further],
 ) -> tuple[Operands, jax.Array]:
-    """The operands as they are, and an array that nothing reads, for the gradient of the output."""
-    del rounds, function, number, plan, captured
+    """The operands as they are, and an array that nothing reads, for the gradient of the output.
+
+    The gradients of weights that the loop gathers go to their anchors.
+    """
+    del loop, number, plan, captured, further
     x = operands.x
     return operands, as_varying(jnp.zeros_like(x), varying(x))
 
 
-def _enter_forward(rounds: Rounds, function: Any, *arrays: Any) -> tuple[Any, Any]:
-    return _enter(rounds, function, *arrays), arrays
+def _enter_forward(
+    loop: _Loop, number: Any, plan: Any, operands: Any, captured: Any, further: list[Further]
+) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten((operands, captured))
+    # What the loop gathers is not kept.
+    for place, one in zip(loop.weights, further, strict=True):
+        leaves[place] = one.shard
+    saved = number, plan, jax.tree.unflatten(structure, leaves)
+    return _enter(loop, number, plan, operands, captured, further), saved
 
 
-def _enter_backward(rounds: Rounds, function: Any, saved: Any, gradients: Any) -> tuple[Any, ...]:
+def _enter_backward(loop: _Loop, saved: Any, gradients: Any) -> tuple[Any, ...]:
     """The gradients to the operands: those by the first round, and those by each other one."""
-    number, plan, operands, captured = saved
+    number, plan, arrays = saved
     of_operands, of_y = gradients
-    floats, rebuilt = _floats_of((operands, captured))
-    by_first, _ = _floats_of((of_operands, jax.tree.map(jnp.zeros_like, captured)))
+    number = loop.number_for_all(number)
+    leaves, structure = jax.tree.flatten(arrays)
+    _, captured = arrays
+    by_first = jax.tree.leaves((of_operands, jax.tree.map(jnp.zeros_like, captured)))
+    floats = [k for k, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
-    def add_round(carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
+    def add_round(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         k, sums = carry
+        whole = loop.whole(leaves, k)
 
-        def output(floats: list[jax.Array]) -> jax.Array:
-            operands, captured = rebuilt(floats)
-            return rounds.output(partial(function, captured), k, plan, operands).y
+        def output(of_floats: dict[int, jax.Array]) -> jax.Array:
+            now = [of_floats.get(place, leaf) for place, leaf in enumerate(whole)]
+            operands, captured = jax.tree.unflatten(structure, now)
+            return loop.rounds.output(partial(loop.function, captured), k, plan, operands).y
 
-        _, back = jax.vjp(output, floats)
+        _, back = jax.vjp(output, {place: whole[place] for place in floats})
         (added,) = back(of_y)
-        return k + 1, jax.tree.map(jnp.add, sums, added)
+        return k + 1, jax.tree.map(jnp.add, sums, loop.reduced(added))
 
-    start = jnp.int32(1), by_first
+    start = jnp.int32(1), loop.reduced({place: by_first[place] for place in floats})
     with jax.named_scope(IF_UNEVEN):
         _, sums = lax.while_loop(lambda carry: carry[0] < number, add_round, start)
-    of_operands, of_captured = _with_none(rebuilt(sums), (operands, captured))
-    return None, None, of_operands, of_captured
+    of_further = [Further(sums.pop(place), None) for place in loop.weights]
+    # What is no float has no gradient.
+    of_leaves = [sums.get(k) for k in range(len(leaves))]
+    return None, None, *jax.tree.unflatten(structure, of_leaves), of_further
 
 
 _enter.defvjp(_enter_forward, _enter_backward)
-
-
-def _floats_of(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """The leaves of a tree that have gradients, and a function of such that makes the tree again.
-
-    All others are as they were.
-    """
-    leaves, definition = jax.tree.flatten(tree)
-    places = [k for k, leaf in enumerate(leaves) if _is_float(leaf)]
-
-    def rebuilt(floats: list[jax.Array]) -> Any:
-        changed = list(leaves)
-        for place, leaf in zip(places, floats, strict=True):
-            changed[place] = leaf
-        return jax.tree.unflatten(definition, changed)
-
-    return [leaves[place] for place in places], rebuilt
-
-
-def _with_none(gradients: Any, arrays: Any) -> Any:
-    """The gradients of arrays, with None for arrays that have none."""
-    return jax.tree.map(lambda of, x: of if _is_float(x) else None, gradients, arrays)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -105,10 +105,8 @@ class StepParameter:
         done: tuple[str, ...] = ()
         if self.scattered or self.overlapped:
             layout = self.split.spec
-            done = self.axes
             # ZeRO may split over some of the axes only, those that are near.
-            if self.split.is_split:
-                done = self.split.axes
+            done = self._reduced_over
         return Parameter(
             self.path,
             self.shape,
@@ -118,6 +116,11 @@ class StepParameter:
             self.strategy.dtypes.reduced(self.dtype),
             self.strategy.dtypes.sent(self.dtype),
         )
+
+    @property
+    def _reduced_over(self) -> tuple[str, ...]:
+        """The manual axes over which a backward pass adds its gradient up."""
+        return self.split.axes if self.split.is_split else self.axes
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -154,6 +157,7 @@ class StepParameter:
             reduced=None,
             stacked=self._most_consumed_dims,
             accumulates_in_place=accumulates,
+            axes=self._reduced_over if reduced_here else (),
         )
         if self.gathered_on_use:
             group = self.strategy.sharding.group(self.path)

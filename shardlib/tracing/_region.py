@@ -28,11 +28,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from shardlib.layouts._host import is_on_host
-from shardlib.tracing._jaxpr import picked, readers_of, relocated
+from shardlib.tracing._jaxpr import picked, readers_of, relocated, shapes_of
 from shardlib.tracing._linearize import Partition, derivative, instantiated
+from shardlib.tracing._reduced_sums import Further, OfShard, is_summed_inside, summing_inside
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,7 @@ class Weight:
     - `group`: weights of one group, a layer that `Zero(layers=...)` finds by path, are made whole
       together.
     - `accumulates_in_place`: gradients are added to sums that are held by reference.
+    - `axes`: the manual axes over which `whole` and `reduced` take collectives.
 
     `consumed_dims` is how many leading dims the loops around a use, or picks by number, have taken
     off.
@@ -60,6 +62,7 @@ class Weight:
     stacked: int
     group: Hashable = None
     accumulates_in_place: bool = False
+    axes: tuple[str, ...] = ()
 
     @property
     def is_stored_whole(self) -> bool:
@@ -234,14 +237,20 @@ class _TracedRegion:
 
     The trained weights come before the frozen ones. `readers` has, for each weight, the first
     equation of the body that reads it: its line is blamed for making the weight whole.
+
+    Weights whose gradients the body reduces itself, `summed`, come last, like frozen ones. Behind
+    them the body takes their shards, and behind the floats their anchors, whose derivatives are the
+    gradients.
     """
 
     body: ClosedJaxpr
     weights: list[WeightSlice]
-    shapes: list[jax.ShapeDtypeStruct]  # of the whole weights
+    shapes: list[jax.ShapeDtypeStruct]  # of the whole weights, and of shards
     trained: list[WeightSlice]
     readers: list[Any]
     outputs: Partition  # the results by dtype: integers have no cotangents
+    summed: list[WeightSlice]
+    anchors: list[jax.ShapeDtypeStruct]  # of those
 
     def evaluate(
         self, floats: list[Any], others: list[Any], stored: list[Any]
@@ -257,13 +266,15 @@ class _TracedRegion:
 
         `perturbed` says which of the floats are differentiated; the others leave no residuals.
         """
-        trained = len(self.trained)
-        forward, backward = derivative(self.body, perturbed, trained, floats, others, self.shapes)
+        trained, moves = len(self.trained), [*perturbed, *[True] * len(self.summed)]
+        inputs = [*floats, *self.anchors]
+        forward, backward = derivative(self.body, moves, trained, inputs, others, self.shapes)
         arguments = self.arguments(floats, others, stored)
         results, kept = forward(*arguments)
         # Inputs are kept as they were before the barrier: what is the same for all layers of a
         # loop, JAX keeps once, but what a layer has made of it, once for each layer.
-        before_barrier = [*floats, *others]
+        anchors = arguments[len(floats) : len(inputs)]
+        before_barrier = [*floats, *anchors, *others]
         kept = _replaced(kept, arguments[: len(before_barrier)], before_barrier)
         leaves, treedef = jax.tree.flatten(kept)
         made = _smallest_made_here(leaves, [*before_barrier, *stored])
@@ -280,20 +291,22 @@ class _TracedRegion:
         return self.outputs.split(results), (jax.tree_util.Partial(resume, leaves), stored)
 
     def backward(self, saved: Any, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The gradients of the floats, and the reduced ones of the trained weights."""
+        """The gradients of the floats, and the reduced ones of all weights that have some."""
         resume, stored = saved
-        float_gradients, weight_gradients = resume(stored, instantiated(cotangents))
-        reduced = self.reduce(weight_gradients)
+        gradients, weight_gradients = resume(stored, instantiated(cotangents))
+        count = len(gradients) - len(self.summed)
+        float_gradients, of_summed = gradients[:count], gradients[count:]
+        reduced = [*self.reduce(weight_gradients), *of_summed]
         # The backward pass of what comes before in the computation waits until the gradients of
         # the weights are reduced: otherwise whole gradients of many regions would wait in memory.
         return _barrier(float_gradients, reduced)
 
     def make_whole(self, stored: list[Any]) -> list[Any]:
-        """All weights of the region, whole."""
+        """All weights of the region, whole, and the shards that the body takes."""
         weights = []
         for root, reader, array in zip(self.weights, self.readers, stored, strict=True):
             weights.append(with_source_of(reader, root.whole, array))
-        return weights
+        return [*weights, *stored[len(stored) - len(self.summed) :]]
 
     def arguments(self, floats: list[Any], others: list[Any], stored: list[Any]) -> list[Any]:
         """The arguments of the body.
@@ -302,7 +315,9 @@ class _TracedRegion:
         which would keep many regions' weights in memory at a time.
         """
         floats, others, stored = _barrier(floats, others, stored)
-        return [*floats, *others, *self.make_whole(stored)]
+        # Nothing reads anchors, so that they take no memory. Behind the barrier they would.
+        anchors = [jnp.zeros(anchor.shape, anchor.dtype) for anchor in self.anchors]
+        return [*floats, *anchors, *others, *self.make_whole(stored)]
 
     def reduce(self, gradients: list[Any]) -> list[Any]:
         """The gradients of the trained weights, in the form in which they are added up."""
@@ -318,8 +333,12 @@ def _trace_region(
     partition: Partition,
     arrays: list[Any],
     roots: list[WeightSlice],
+    targets: dict[WeightSlice, Any],
 ) -> _TracedRegion:
-    """Trace `body(arrays, weights)` for whole weights, with the floats among the arrays first."""
+    """Trace `body(arrays, weights)` for whole weights, with the floats among the arrays first.
+
+    `targets` are those of the trained weights.
+    """
     # Trained weights come first, as `derivative` wants them.
     trained = [root for root in roots if root.weight.reduced is not None]
     roots = trained + [root for root in roots if root.weight.reduced is None]
@@ -328,14 +347,56 @@ def _trace_region(
     def run(floats: list[Any], others: list[Any], whole: list[Any]) -> list[Any]:
         return body(partition.merge(floats, others), dict(zip(roots, whole, strict=True)))
 
+    traced = jax.make_jaxpr(run)(floats, others, _whole_shapes(roots))
+    weights = dict(zip(roots, traced.jaxpr.invars[len(arrays) :], strict=True))
+    readers = {root: reader_of(traced.jaxpr, var) for root, var in weights.items()}
+    outputs = Partition.by_dtype(traced.jaxpr.outvars)
+    summed = []
+    for root in trained:
+        # What is in the memory of the host is copied in the region.
+        if is_summed_inside(traced.jaxpr, weights[root]) and not is_on_host(root.stored):
+            summed.append(root)
+    last = {root: Further(*map(_variable, (targets[root], root.stored))) for root in summed}
+    trained = [root for root in trained if root not in last]
+    roots = trained + [root for root in roots if root not in trained and root not in last] + summed
+    anchors, shards = [one.anchor for one in last.values()], [one.shard for one in last.values()]
+    of_shards = {weights[root]: (last[root], _of_shard(root, readers[root])) for root in summed}
+    jaxpr = summing_inside(traced.jaxpr, of_shards)
+    given, rest = jaxpr.invars[: len(floats)], jaxpr.invars[len(floats) : len(arrays)]
+    inputs = [*given, *anchors, *rest, *picked(weights, roots), *shards]
+    return _TracedRegion(
+        traced.replace(jaxpr=jaxpr.replace(invars=inputs)),
+        roots,
+        _whole_shapes(roots) + shapes_of(shards),
+        trained,
+        picked(readers, roots),
+        outputs,
+        summed,
+        shapes_of(anchors),
+    )
+
+
+def _whole_shapes(roots: Sequence[WeightSlice]) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of weights, or layers of weights, that are whole."""
     shapes = []
     for root in roots:
         shape = root.weight.shape[root.consumed_dims :]
         shapes.append(jax.ShapeDtypeStruct(shape, root.weight.dtype))
-    traced = jax.make_jaxpr(run)(floats, others, shapes)
-    readers = [reader_of(traced.jaxpr, var) for var in traced.jaxpr.invars[len(arrays) :]]
-    outputs = Partition.by_dtype(traced.jaxpr.outvars)
-    return _TracedRegion(traced, roots, shapes, trained, readers, outputs)
+    return shapes
+
+
+def _of_shard(root: WeightSlice, reader: Any) -> OfShard:
+    """What an operation inside of a region does to a weight and to its gradient."""
+    return OfShard(
+        lambda shard: with_source_of(reader, root.whole, shard),
+        lambda gradient: root.reduced(gradient, reader),
+        root.weight.axes,
+    )
+
+
+def _variable(array: Any) -> Var:
+    """A variable for arrays like this one."""
+    return Var(jax.typeof(array))
 
 
 def evaluate_region(
@@ -350,7 +411,8 @@ def evaluate_region(
     """
     inputs = Partition.by_dtype(arrays)
     floats, others = inputs.split(arrays)
-    region = _trace_region(body, inputs, arrays, roots)
+    targets = {root: root.target for root in roots if root.weight.reduced is not None}
+    region = _trace_region(body, inputs, arrays, roots, targets)
 
     @jax.custom_vjp
     def evaluated(floats: Any, others: Any, stored: Any, anchors: Any) -> Any:
@@ -371,7 +433,7 @@ def evaluate_region(
 
     evaluated.defvjp(forwards, backwards, symbolic_zeros=True)
     stored = [root.stored for root in region.weights]
-    anchors = [root.target for root in region.trained]
+    anchors = picked(targets, [*region.trained, *region.summed])
     return region.outputs.merge(*evaluated(floats, others, stored, anchors))
 
 
