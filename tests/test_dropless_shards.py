@@ -94,7 +94,7 @@ def test_a_step_in_further_rounds_equals_one_device(case, summed, rounds):
     found, loss = after_steps(tiny, batch, mesh, rules, zero=sl.Zero(3, small=0), **options)
     assert summed == WEIGHTS
     assert len(rounds) > 1 and max(rounds) > 2
-    expected, expected_loss = after_steps(tiny, batch, "data=1", OVER_EXPERTS)
+    expected, expected_loss = after_steps(tiny, batch, "data=1,expert=1", OVER_EXPERTS)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), found, expected)
 
