@@ -40,7 +40,7 @@ LAYERS = [
         "tracing",
         "_jaxpr _row_rules _rows _flops _row_gradients _lookup_forms _lookups _linearize _device_bytes "
         "_activation_codecs _compressed_saves _sign_checks "
-        "_block_paths _block_places _manual_axes _block_costs _block_activations _layer_policies _copied_ahead _layer_runs _chain_scan _chain_loops _region",
+        "_block_paths _block_places _manual_axes _block_costs _block_activations _layer_policies _copied_ahead _layer_runs _chain_scan _chain_loops _reduced_sums _region",
     ),
     ("tracing", "_layer_uses _weight_values _bound_weights _stored_weights"),
     ("modeling", "_remat _random _batch _flax _naming _flax_names _layers"),
