@@ -95,10 +95,8 @@ def current_mesh() -> AbstractMesh:
 
     Under `all_automatic` that is the mesh outside it, and not the one that JAX knows of.
     """
-    scope = _scope.value
-    if scope is None or scope.mesh is None:
-        return jax.sharding.get_abstract_mesh()
-    return scope.mesh
+    scope = _scope.value or Scope(None)
+    return scope.mesh or jax.sharding.get_abstract_mesh()
 
 
 def sizes_on_torus(axis: str) -> tuple[int, ...]:
@@ -135,8 +133,7 @@ def mesh_of_shards() -> AbstractMesh:
 
 def slow_axes_in_scope() -> tuple[str, ...]:
     """The axes of the mesh that `use` put in force along which the slow network joins devices."""
-    scope = _scope.value
-    return () if scope is None else scope.slow
+    return (_scope.value or Scope(None)).slow
 
 
 @contextlib.contextmanager
