@@ -11,7 +11,7 @@ from machines import compile_for, mesh_on
 
 import shardlib as sl
 from models import moe
-from shardlib.experts import _dropless
+from shardlib.experts import _row_rounds
 from shardlib.tracing import _region
 
 OVER_EXPERTS = sl.rules.data | sl.AxisRules(batch=("data", "expert"), experts="expert")
@@ -57,14 +57,14 @@ def summed(monkeypatch):
 def rounds(monkeypatch):
     """The numbers of rounds that layers took on some device."""
     found = set()
-    plan = _dropless._Rounds.plan
+    plan = _row_rounds.RowRounds.plan
 
     def told(self, choices):
         made, number = plan(self, choices)
         jax.debug.callback(lambda number: found.add(int(number)), number)
         return made, number
 
-    monkeypatch.setattr(_dropless._Rounds, "plan", told)
+    monkeypatch.setattr(_row_rounds.RowRounds, "plan", told)
     return found
 
 
