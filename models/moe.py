@@ -29,6 +29,8 @@ class MoEConfig(gpt.GPTConfig):
     """What the model is: `GPTConfig`, whose `mlp` is that of an expert too, and
 
     - `experts`: how many there are in each block that has them.
+    - `padded_to`: so many experts have weights, and nobody chooses those at the end: for an axis
+      that does not divide `experts`.
     - `expert_hidden`: the inner width of an expert; by default `hidden`, that of other MLPs.
     - `shared_experts`: beside the experts there is an MLP as large as so many, for every token.
     - `dense_layers`: so many blocks without experts come first, in a loop of their own.
@@ -54,6 +56,7 @@ class MoEConfig(gpt.GPTConfig):
     form: sl.experts.Form | Literal["dropless"] | None = None
     balance: float = 0.01
     z: float = 0.0
+    padded_to: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,11 +76,17 @@ class MoEConfig(gpt.GPTConfig):
                 f"`MoEConfig(router={self.router})` sends each token to {self.router.choices} "
                 f"experts, and there are `experts={self.experts}`."
             )
+        if self.padded_to is not None and self.padded_to < self.experts:
+            raise ValueError(
+                f"`MoEConfig(padded_to={self.padded_to})` has weights of fewer experts than "
+                f"`experts={self.experts}`."
+            )
 
     @property
     def dims(self) -> dict[str, int]:
         """The size of each dim of the parameters, by its name."""
-        return {**super().dims, "experts": self.experts, "routes": self.experts}
+        stored = self.padded_to or self.experts
+        return {**super().dims, "experts": stored, "routes": self.experts}
 
     @property
     def of_experts(self) -> "MoEConfig":
@@ -224,6 +233,7 @@ class Experts(nnx.Module):
             "group": config.group,
             "real": real_BS,
             "names": layers.WHOLE,
+            "padded_to": config.padded_to,
         }
         if self.router_bias is not None:
             options["bias"] = self.router_bias[...]

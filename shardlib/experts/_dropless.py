@@ -26,7 +26,13 @@ from shardlib.checks import _arguments as check
 from shardlib.experts._choose import Given, by_token, choose, see
 from shardlib.experts._further_rounds import Rounds
 from shardlib.experts._moe import group_size
-from shardlib.experts._moe_checks import check_functions, check_real, check_tokens, check_weights
+from shardlib.experts._moe_checks import (
+    check_functions,
+    check_real,
+    check_tokens,
+    check_weights,
+    stored_experts,
+)
 from shardlib.experts._moe_stats import MoEStats, load_of_choices, stats_of
 from shardlib.experts._routing import Choices, Router, Seen, check_choices
 from shardlib.experts._row_rounds import (
@@ -67,12 +73,15 @@ class DroplessOptions(TypedDict, total=False):
       default elsewhere, equally many between all devices. The results are equal.
     - `across`: axes of the experts over which a token is sent once to all experts of a node, and
       only there to each of them; by default those that the slow network joins. `()` is none.
+    - `padded_to`: how many experts the weights have, where that is more than the gate's. Nobody
+      chooses those at the end: they are for an axis that does not divide the gate's.
     """
 
     group: int | None
     buffer: float
     sending: Sending | None
     across: str | tuple[str, ...] | None
+    padded_to: int | None
 
 
 def dropless(
@@ -109,7 +118,8 @@ def dropless(
         ids: the ids of the tokens, (batch, ...), for `Hash`.
         names: a name for each dim of `x`.
         options: see `DroplessOptions`: `group`, how many tokens the router's loss balances, by
-            default those of an example; `buffer`, 1.25 by default; `sending`; `across`.
+            default those of an example; `buffer`, 1.25 by default; `sending`, `across` and
+            `padded_to`.
 
     >>> import shardlib as sl
     >>> weights = jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])
@@ -130,8 +140,9 @@ def dropless(
     check_functions(router, experts, key)
     count = gate.shape[1]
     _check_router(router, count)
-    axes = expert_axes(count, mixed=True)
-    check_weights(weights, count, axes.parts, axes.manual)
+    stored = stored_experts(OP, options.get("padded_to"), count)
+    axes = expert_axes(stored, mixed=True)
+    check_weights(weights, stored, axes.parts, axes.manual)
     if real is not None:
         # Padding may hold anything, and times a weight of zero that may be no number.
         x = jnp.where(real[..., None], x, 0)
@@ -140,7 +151,7 @@ def dropless(
     choices = choose(router, seen)
     sending = _sending(options.get("sending"))
     across = _across(options.get("across"), axes)
-    layer = _Layer(experts, names, axes, count, router, sending, buffer, across)
+    layer = _Layer(experts, names, axes, stored, router, sending, buffer, across)
     y, rounds = layer.everywhere(x, choices._replace(probability=None), weights)
     size = group_size(OP, x, options.get("group"))
     y = checkpoint_name(shard(y, *names), BY_EXAMPLE)

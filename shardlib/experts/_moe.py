@@ -34,6 +34,7 @@ from shardlib.experts._moe_checks import (
     check_real,
     check_tokens,
     check_weights,
+    stored_experts,
 )
 from shardlib.experts._moe_stats import Load, MoEStats, load_of_choices, load_of_taken, stats_of
 from shardlib.experts._routing import Choices, Router, Seen, places
@@ -51,10 +52,13 @@ class DispatchOptions(TypedDict, total=False):
       example.
     - `form`: `"scatter"`, the default, moves rows; `"einsum"` is GShard's products with masks. The
       results are equal.
+    - `padded_to`: how many experts the weights have, where that is more than the gate's. Nobody
+      chooses those at the end: they are for an axis that does not divide the gate's.
     """
 
     group: int | None
     form: Form
+    padded_to: int | None
 
 
 def moe(
@@ -95,7 +99,8 @@ def moe(
         causal: whether a token must not depend on later ones, as in a decoder.
         names: a name for each dim of `x`.
         options: how tokens are dispatched, see `DispatchOptions`: `group`, how many tokens share
-            places, by default those of an example; `form`, `"scatter"` or `"einsum"`.
+            places, by default those of an example; `form`, `"scatter"` or `"einsum"`; `padded_to`,
+            how many experts the weights have, if more than the gate's.
 
     >>> import shardlib as sl
     >>> weights = jnp.stack([jnp.eye(4), 2 * jnp.eye(4)])
@@ -114,8 +119,9 @@ def moe(
     check_real(x, real)
     check_functions(router, experts, key)
     count = gate.shape[1]
-    exchange = exchange_of(count, names, x)
-    check_weights(weights, count, exchange.experts.parts, exchange.experts.manual)
+    stored = stored_experts("moe", options.get("padded_to"), count)
+    exchange = exchange_of(stored, names, x)
+    check_weights(weights, stored, exchange.experts.parts, exchange.experts.manual)
     if real is not None:
         # Padding may hold anything, and times a weight of zero that may be no number.
         x = jnp.where(real[..., None], x, 0)
@@ -135,7 +141,7 @@ def moe(
 
     given = Given(gate, key, bias, noise_gate, ids, real, causal)
     seen = by_token(see(x, router, given), by_group)
-    choices, dispatched, load = _dispatched(router, seen, capacity, form)
+    choices, dispatched, load = _dispatched(router, seen, capacity, form, stored)
 
     # Out to the experts and back, by the same places.
     x_GECM = exchange.to_experts(dispatched.to_experts(by_group(x)))
@@ -145,15 +151,20 @@ def moe(
 
 
 def _dispatched(
-    router: Router, seen: Seen, capacity: int, form: Form
+    router: Router, seen: Seen, capacity: int, form: Form, stored: int
 ) -> tuple[Choices | None, Dispatch, Load]:
-    """The places of tokens by group, with their choices, unless experts choose, and the load."""
+    """The places of tokens by group, with their choices, unless experts choose, and the load.
+
+    There are places of all experts that are `stored`, also of those that nobody chooses.
+    """
     tokens, count = seen.logits.shape[1:]
     if hasattr(router, "take"):
         taken = take(router, seen, capacity)
-        return None, dispatch_taken(taken, tokens, form), load_of_taken(seen, taken)
+        more = [(0, 0), (0, stored - count), (0, 0)]
+        padded = jax.tree.map(lambda x: jnp.pad(x, more), taken)
+        return None, dispatch_taken(padded, tokens, form), load_of_taken(seen, taken)
     choices = choose(router, seen)
-    dispatched = dispatch(choices, count, capacity, form)
+    dispatched = dispatch(choices, stored, capacity, form)
     return choices, dispatched, load_of_choices(seen, choices, dispatched.kept_GSK)
 
 

@@ -70,6 +70,23 @@ def check_functions(router: Any, experts: Any, key: Any) -> None:
             raise check.refusal("moe", "key", key, takes)
 
 
+def stored_experts(op: str, padded_to: Any, count: int) -> int:
+    """How many experts the weights have: the gate's, or these and others that nobody chooses.
+
+    >>> stored_experts("moe", None, 6), stored_experts("moe", 8, 6)
+    (6, 8)
+
+    Args:
+        op: the function that is called, for errors.
+        padded_to: as the caller has it.
+        count: how many experts the gate tells.
+    """
+    if padded_to is None:
+        return count
+    takes = f"how many experts the weights have, no fewer than the {count} of the gate"
+    return int(check.whole(op, "padded_to", padded_to, takes, least=count))
+
+
 def check_weights(weights: Any, count: int, parts: int, axes: tuple[str, ...]) -> None:
     """Refuse weights whose first dim is not the experts of this device, or that are none.
 

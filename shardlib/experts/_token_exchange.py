@@ -63,7 +63,13 @@ def expert_axes(count: int, *, mixed: bool = False) -> ExpertAxes:
     if scope is None or scope.rules is None or mesh.empty:
         return ExpertAxes((), (), 1)
     what = f"the experts, of which a gate, whole everywhere, tells {count}"
-    spec = resolve(scope.rules, mesh.shape, (EXPERTS,), (count,), what=what).spec
+    try:
+        spec = resolve(scope.rules, mesh.shape, (EXPERTS,), (count,), what=what).spec
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Or let the weights have more experts than the gate, as many as the axes "
+            "divide: `padded_to=...` says how many, and nobody chooses those at the end."
+        ) from error
     axes = tuple(axis for axis in as_tuple(spec[0]) if mesh.shape[axis] > 1)
     manual = axes_within(axes, mesh.manual_axes)
     if manual and not mixed:
