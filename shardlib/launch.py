@@ -1,8 +1,7 @@
 """Several processes on one machine: `python -m shardlib.launch -n 2 -- python train.py`.
 
 The script calls `sl.initialize_distributed()` first, and is the one that a cluster runs. When a
-process dies, it is named with its last traceback, after the others have ended, so that it is the
-last thing on the screen.
+process dies, it is named last on the screen, with its traceback, after the others have ended.
 """
 
 import argparse

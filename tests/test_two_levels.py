@@ -33,7 +33,7 @@ from test_dropless import (
 import shardlib as sl
 from benchmarks._compiled import compile_for
 from models import moe as decoder
-from shardlib.experts import SigmoidTopK, TopK, _rows, dropless
+from shardlib.experts import SigmoidTopK, TopK, _dropless, _rows, dropless
 from shardlib.experts._two_levels import Levels
 
 P = jax.P
@@ -235,14 +235,37 @@ def test_axes_that_cannot_be_crossed_once_are_refused(across, message):
         jax.jit(partial(layer, across=across))(X, GATES["drawn"], WEIGHTS)
 
 
-@pytest.mark.parametrize(
-    ("router", "most"),
-    [(TopK(CHOICES), 2), (TopK(8), 4), (SigmoidTopK(8, groups=8, groups_taken=3), 3)],
-)
-def test_tokens_go_to_as_many_nodes_as_the_router_allows(router, most):
-    from shardlib.experts._dropless import _most_nodes
+class Grouped(TopK):
+    """A router of the user's own, which does not keep to its groups."""
 
-    assert _most_nodes(router, 4) == most
+
+@pytest.mark.parametrize(
+    ("router", "padded_to", "most"),
+    [
+        (TopK(CHOICES), EXPERTS, 2),
+        (TopK(8), EXPERTS, 4),
+        (SigmoidTopK(8, groups=8, groups_taken=3), EXPERTS, 3),
+        (SigmoidTopK(8, groups=8, groups_taken=3), 2 * EXPERTS, 4),
+        (Grouped(8, groups=8, groups_taken=3), EXPERTS, 4),
+    ],
+)
+def test_tokens_go_to_as_many_nodes_as_the_router_allows(router, padded_to, most):
+    assert _dropless._most_nodes(router, 4, EXPERTS, padded_to) == most
+
+
+def test_padded_experts_over_two_nodes_equal_one_device():
+    """A group of the router's, of three experts, is on two nodes."""
+    router, count = TopK(2, groups=2, groups_taken=1), 6
+    gate, own = drawn(WIDTH, count, seed=4), jax.tree.map(lambda w: w[:count], WEIGHTS)
+
+    def outputs(weights, **options):
+        return dropless(X, router, experts, gate=gate, weights=weights, **options)[0]
+
+    with sl.unsharded():
+        expected = jax.jit(partial(outputs, across="pod"))(own)
+    with sl.use(FLAT, mesh_of("pod=2,data=2")):
+        found = jax.jit(partial(outputs, across="pod", padded_to=EXPERTS))(WEIGHTS)
+    assert_near(found, expected)
 
 
 def test_experts_read_other_arrays_on_both_levels():

@@ -34,7 +34,7 @@ from shardlib.experts._moe_checks import (
     stored_experts,
 )
 from shardlib.experts._moe_stats import MoEStats, load_of_choices, stats_of
-from shardlib.experts._routing import Choices, Router, Seen, check_choices
+from shardlib.experts._routing import Choices, Router, Seen, TopK, check_choices
 from shardlib.experts._row_rounds import (
     GroupedExperts,
     RowRounds,
@@ -43,6 +43,7 @@ from shardlib.experts._row_rounds import (
     in_rounds,
 )
 from shardlib.experts._rows import SENDING, RowExchange, Sending
+from shardlib.experts._sigmoid_router import SigmoidTopK
 from shardlib.experts._token_exchange import ExpertAxes, expert_axes
 from shardlib.experts._two_levels import Levels
 from shardlib.kernels._choice import device_here
@@ -151,7 +152,8 @@ def dropless(
     choices = choose(router, seen)
     sending = _sending(options.get("sending"))
     across = _across(options.get("across"), axes)
-    layer = _Layer(experts, names, axes, stored, router, sending, buffer, across)
+    most_nodes = _most_nodes(router, parts_over(current_mesh().shape, across), count, stored)
+    layer = _Layer(experts, names, axes, stored, router, sending, buffer, across, most_nodes)
     y, rounds = layer.everywhere(x, choices._replace(probability=None), weights)
     size = group_size(OP, x, options.get("group"))
     y = checkpoint_name(shard(y, *names), BY_EXAMPLE)
@@ -201,24 +203,37 @@ def _across(asked: Any, axes: ExpertAxes) -> tuple[str, ...]:
     takes = "an axis that experts are split over, or a tuple of such"
     check.kind(OP, "across", asked, str | tuple, takes)
     across = as_tuple(asked)
+    # Where experts are not split nothing is sent, as where the model runs on one device.
+    if not all_axes or not across:
+        return ()
     if across == all_axes[: len(across)] and len(across) < len(all_axes):
         return across
     sizes = current_mesh().shape
     raise ValueError(
         f"`dropless(across={asked!r})` takes the first of the axes that the experts are split "
         "over, with one left for the experts of a node; these are "
-        f"{product_text(sizes, all_axes) or 'none'}. The rule says in which order: "
+        f"{product_text(sizes, all_axes)}. The rule says in which order: "
         "`sl.AxisRules(experts=(across, within))`."
     )
 
 
-def _most_nodes(router: Router, nodes: int) -> int:
-    """On how many of the nodes the experts of a token are at most."""
+def _most_nodes(router: Router, nodes: int, count: int, stored: int) -> int:
+    """On how many of the nodes the experts of a token are at most.
+
+    Args:
+        router: says how many experts a token goes to, and of how many groups these are.
+        nodes: how many there are.
+        count: how many experts there are to choose from.
+        stored: how many have weights.
+    """
     most = min(router.choices, nodes)
-    groups = getattr(router, "groups", 1)
-    # Each of the router's groups of experts is on one node.
-    if groups % nodes == 0:
-        most = min(most, getattr(router, "groups_taken", nodes))
+    # Routers of the user's own may mean something else by groups.
+    if type(router) not in (TopK, SigmoidTopK):
+        return most
+    # With padding, or fewer groups than nodes, a group of experts may be on several nodes.
+    grouped: Any = router
+    if stored == count and grouped.groups % nodes == 0:
+        most = min(most, grouped.groups_taken)
     return most
 
 
@@ -234,6 +249,7 @@ class _Layer:
     sending: Sending
     buffer: float
     across: tuple[str, ...]
+    most_nodes: int
 
     def everywhere(self, x: jax.Array, choices: Choices, weights: Any) -> tuple[Any, jax.Array]:
         """The outputs of all tokens, and how many rounds it took."""
@@ -276,7 +292,7 @@ class _Layer:
                 parts_over(sizes, within),
                 self.count,
                 self.router.choices,
-                _most_nodes(self.router, parts_over(sizes, self.across)),
+                self.most_nodes,
                 self.sending,
                 self.buffer,
             )

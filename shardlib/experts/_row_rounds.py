@@ -99,7 +99,7 @@ class RowSender:
         """Where each device's choices go, and how many rounds that takes."""
 
         def run(expert: jax.Array, wanted: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-            plan = self.exchange.plan(_flat(expert), _flat(wanted))
+            plan = self.exchange.plan(flat_tokens(expert), flat_tokens(wanted))
             rounds = self.exchange.rounds(plan)
             # All devices that take part in what a round sends run the loop equally often. Those of
             # other stages of a pipeline may run none.
@@ -122,7 +122,7 @@ class RowSender:
 
         def run(number: jax.Array, plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             round_ = exchange.round(own_plan(plan), number)
-            return exchange.to_experts(_flat(x), round_), round_.sizes_L[None]
+            return exchange.to_experts(flat_tokens(x), round_), round_.sizes_L[None]
 
         # The width may be split meanwhile.
         results = layout.by_device(layout.feature_axes), layout.by_device()
@@ -135,7 +135,7 @@ class RowSender:
 
         def run(number: Any, plan: Plan, y: jax.Array, weight: jax.Array) -> jax.Array:
             round_ = exchange.round(own_plan(plan), number)
-            returned = exchange.to_tokens(y, _flat(weight), round_)
+            returned = exchange.to_tokens(y, flat_tokens(weight), round_)
             return returned.reshape(*weight.shape[:-1], -1)
 
         given = [layout.by_device(layout.feature_axes), layout.by_token()]
@@ -224,7 +224,7 @@ def own_plan(plan: Plan) -> Plan:
     return Plan(*[part[0] for part in plan])
 
 
-def _flat(x: jax.Array) -> jax.Array:
+def flat_tokens(x: jax.Array) -> jax.Array:
     """The tokens of a device in one dim."""
     return x.reshape(-1, x.shape[-1])
 

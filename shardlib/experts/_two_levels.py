@@ -35,6 +35,7 @@ from shardlib.experts._row_rounds import (
     RowRounds,
     RowSender,
     TokenLayout,
+    flat_tokens,
     in_rounds,
     own_plan,
 )
@@ -153,7 +154,7 @@ class NodeRounds:
         plan, rounds = self.sender.plan(distinct, is_wanted)
 
         def run(order_P: jax.Array, expert: jax.Array) -> tuple[jax.Array, jax.Array]:
-            gathered = self._gathered(order_P[0]), self._gathered(_flat(expert))
+            gathered = self._gathered(order_P[0]), self._gathered(flat_tokens(expert))
             return gathered[0][None], gathered[1][None]
 
         layout = self.sender.layout
@@ -182,7 +183,7 @@ class NodeRounds:
             (order_NP,), (expert_NTK,), weight = told
             from_R, place_R, is_row_R = exchange.arrived(own_plan(plan), number)
             token_R = order_NP.at[from_R, place_R].get(mode="clip") % exchange.tokens
-            weight_NTK = self._gathered(_flat(weight))
+            weight_NTK = self._gathered(flat_tokens(weight))
             expert_RK = expert_NTK[from_R, token_R]
             first = lax.axis_index(self.levels.across) * self.levels.node_experts
             number_RK = expert_RK - first
@@ -215,8 +216,3 @@ def nodes_of(node: jax.Array, nodes: int, most: int) -> tuple[jax.Array, jax.Arr
     # Those that are wanted come first, in their order.
     first, order = lax.top_k(is_wanted.astype(jnp.int32), most)
     return order, first > 0
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    """The tokens of a device in one dim."""
-    return x.reshape(-1, x.shape[-1])
