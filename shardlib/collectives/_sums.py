@@ -5,7 +5,7 @@ handed to it, because of what compilers for TPUs and GPUs make of other forms.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ BUCKET_BYTES = 32 * 2**20
 """How large one collective is about, where that can be chosen."""
 
 _LANES = 128  # the last dim of an array lies in tiles of as many on a TPU
+_ROW_TILE = 1024  # an array of one dim lies in tiles of as many
 _ROWS = 16  # and the dim before it in tiles of as many numbers of 16 bits, or half as many of 32
 
 
@@ -123,15 +124,31 @@ def gather_along(x: jax.Array, dim: int, axis: str) -> jax.Array:
     """
     sizes = sizes_on_torus(axis)
     if len(sizes) <= 2:
-        return lax.all_gather(x, axis, axis=dim, tiled=True)
+        return _gathered(x, dim, axis, None)
     # The innermost digits first: parts that follow each other on them are neighbours in the result.
     end = len(sizes)
     while end > 0:
         begin = max(end - 2, 0)
         groups = groups_along(sizes, begin, end)
-        x = lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
+        x = _gathered(x, dim, axis, groups)
         end = begin
     return x
+
+
+def _gathered(
+    x: jax.Array, dim: int, axis: str, groups: Sequence[Sequence[int]] | None
+) -> jax.Array:
+    """`all_gather` along `dim`, of rows in a form in which TPUs put them together quickly.
+
+    Where a part ends within a tile, the next one is shifted in all its tiles. The compiler for TPUs
+    writes out each shift of each part, for minutes if parts are large and many. Numbers in one long
+    row have no such shifts; they are laid out in tiles when all of them are there.
+    """
+    is_shifted = dim == 0 and x.ndim > 1 and x.shape[0] % _ROWS > 0
+    if not is_shifted or x.size % _ROW_TILE > 0:
+        return lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
+    rows = lax.all_gather(x.reshape(-1), axis, tiled=True, axis_index_groups=groups)
+    return rows.reshape(-1, *x.shape[1:])
 
 
 def in_pieces(

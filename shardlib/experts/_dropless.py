@@ -19,6 +19,7 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -33,7 +34,7 @@ from shardlib.experts._moe_checks import (
     check_weights,
     stored_experts,
 )
-from shardlib.experts._moe_stats import MoEStats, load_of_choices, stats_of
+from shardlib.experts._moe_stats import MoEStats, Trips, load_of_choices, stats_of
 from shardlib.experts._routing import Choices, Router, Seen, TopK, check_choices
 from shardlib.experts._row_rounds import (
     GroupedExperts,
@@ -43,6 +44,7 @@ from shardlib.experts._row_rounds import (
     in_rounds,
 )
 from shardlib.experts._rows import SENDING, RowExchange, Sending
+from shardlib.experts._rows_sent import ExpertPlaces
 from shardlib.experts._sigmoid_router import SigmoidTopK
 from shardlib.experts._token_exchange import ExpertAxes, expert_axes
 from shardlib.experts._two_levels import Levels
@@ -154,10 +156,10 @@ def dropless(
     across = _across(options.get("across"), axes)
     most_nodes = _most_nodes(router, parts_over(current_mesh().shape, across), count, stored)
     layer = _Layer(experts, names, axes, stored, router, sending, buffer, across, most_nodes)
-    y, rounds = layer.everywhere(x, choices._replace(probability=None), weights)
+    y, trips = layer.everywhere(x, choices._replace(probability=None), weights)
     size = group_size(OP, x, options.get("group"))
     y = checkpoint_name(shard(y, *names), BY_EXAMPLE)
-    return y, _stats(router, seen, choices, rounds, size)
+    return y, _stats(router, seen, choices, trips, size)
 
 
 def _check_router(router: Router, count: int) -> None:
@@ -251,8 +253,8 @@ class _Layer:
     across: tuple[str, ...]
     most_nodes: int
 
-    def everywhere(self, x: jax.Array, choices: Choices, weights: Any) -> tuple[Any, jax.Array]:
-        """The outputs of all tokens, and how many rounds it took."""
+    def everywhere(self, x: jax.Array, choices: Choices, weights: Any) -> tuple[Any, Trips]:
+        """The outputs of all tokens, and how these got to their experts."""
         automatic = self.axes.automatic
         if not automatic:
             return self.manually(x, choices, weights)
@@ -261,8 +263,10 @@ class _Layer:
         by_expert = spec_entry(automatic)
         inner = replace(self, axes=self.axes.all_manual())
 
-        def run(x: jax.Array, choices: Choices, weights: Any) -> tuple[Any, jax.Array]:
-            return inner.manually(x, choices, weights)
+        def run(x: jax.Array, choices: Choices, weights: Any) -> tuple[Any, Trips]:
+            y, trips = inner.manually(x, choices, weights)
+            within, across = lax.psum((trips.within, trips.across), automatic)
+            return y, Trips(trips.rounds, within, across)
 
         spec = PartitionSpec(*tokens)
         mapped = jax.shard_map(
@@ -274,11 +278,22 @@ class _Layer:
         )
         return mapped(x, choices, weights)
 
-    def manually(self, x: jax.Array, choices: Choices, weights: Any) -> tuple[Any, jax.Array]:
+    def manually(self, x: jax.Array, choices: Choices, weights: Any) -> tuple[Any, Trips]:
         """The same where the axes of the experts are manual, or there are none."""
         layout = self._layout(x)
-        tokens = layout.local_tokens(x)
-        return in_rounds(self._rounds(layout, tokens), self.experts, x, choices, weights)
+        rounds = self._rounds(layout, layout.local_tokens(x))
+        y, number = in_rounds(rounds, self.experts, x, choices, weights)
+        rows = self._places.rows_sent(choices)
+        # A row goes there and comes back.
+        of_row = 2.0 * x.shape[-1] * x.dtype.itemsize
+        return y, Trips(number, of_row * rows.within, of_row * rows.across)
+
+    @property
+    def _places(self) -> ExpertPlaces:
+        """Which devices have which experts, and which of them are in other nodes."""
+        axes = self.axes.manual
+        slow = self.across or axes_within(axes, slow_axes_in_scope())
+        return ExpertPlaces(axes, slow, self.count, bool(self.across))
 
     def _rounds(self, layout: TokenLayout, tokens: int) -> Rounds:
         """The rounds in which so many tokens of a device are sent."""
@@ -350,14 +365,14 @@ class _Layer:
         ).spec
 
 
-def _stats(router: Router, seen: Seen, choices: Choices, rounds: jax.Array, group: int) -> MoEStats:
+def _stats(router: Router, seen: Seen, choices: Choices, trips: Trips, group: int) -> MoEStats:
     """The statistics of the layer, of which those of the router's loss are by group.
 
     Args:
         router: has the loss of uneven load.
         seen: what it saw of each token.
         choices: what it wants.
-        rounds: in how many rounds tokens were sent.
+        trips: how tokens got to their experts.
         group: the tokens of a group.
     """
     dims = seen.logits.ndim - 1
@@ -369,4 +384,4 @@ def _stats(router: Router, seen: Seen, choices: Choices, rounds: jax.Array, grou
     grouped: Choices = jax.tree.map(by_group, choices)
     seen = by_token(seen, by_group)
     load = load_of_choices(seen, grouped, grouped.wanted)
-    return stats_of(router, seen, grouped, load, rounds)
+    return stats_of(router, seen, grouped, load, trips)

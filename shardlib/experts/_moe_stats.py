@@ -30,6 +30,10 @@ class MoEStats:
       what its router says, as sigmoids divided by their sum.
     - `nonfinite`: the share of tokens whose logits are not all finite.
     - `rounds`: in how many rounds tokens were sent to their experts; one where some may be dropped.
+    - `sent_within`: bytes that go to experts on other devices of the same node and back, a mean
+      over tokens. The backward pass sends as many again. None for `moe`, which sends all places,
+      taken or not.
+    - `sent_across`: the same of bytes that go to other nodes, over the slow network.
     """
 
     balance: WeightedMean
@@ -39,12 +43,14 @@ class MoEStats:
     entropy: WeightedMean
     nonfinite: WeightedMean
     rounds: WeightedMean
+    sent_within: WeightedMean | None = None
+    sent_across: WeightedMean | None = None
 
     @property
     def metrics(self) -> dict[str, WeightedMean]:
         """The statistics that are worth watching, for a loss to return besides its value.
 
-        `rounds` is not among them: unlike the others it depends on the mesh.
+        They are the same on every mesh. What depends on it is in `sending`.
         """
         return {
             "balance": self.balance,
@@ -53,6 +59,28 @@ class MoEStats:
             "entropy": self.entropy,
             "nonfinite": self.nonfinite,
         }
+
+    @property
+    def sending(self) -> dict[str, WeightedMean]:
+        """What sending tokens to their experts took on this mesh, for a loss to return as well."""
+        found = {
+            "rounds": self.rounds,
+            "sent_within": self.sent_within,
+            "sent_across": self.sent_across,
+        }
+        return {name: mean for name, mean in found.items() if mean is not None}
+
+
+class Trips(NamedTuple):
+    """How tokens got to their experts and back.
+
+    - `rounds`: how many rounds there were.
+    - `within`, `across`: bytes to other devices of the node and to other nodes, and back.
+    """
+
+    rounds: jax.Array
+    within: jax.Array
+    across: jax.Array
 
 
 class Load(NamedTuple):
@@ -90,7 +118,7 @@ def stats_of(
     seen: Seen,
     choices: Choices | None,
     load: Load,
-    rounds: jax.Array | None = None,
+    trips: Trips | None = None,
 ) -> MoEStats:
     """The statistics of a layer; padding counts for nothing in any of them.
 
@@ -102,12 +130,17 @@ def stats_of(
         seen: what it saw, by group.
         choices: what it wants; None where experts choose, whose load is even.
         load: how loaded experts are.
-        rounds: in how many rounds tokens were sent; None for one.
+        trips: how tokens got to their experts; None where all places are sent in one round.
     """
     each_GS = seen.counts
     balance = jnp.zeros(())
     if choices is not None:
         balance = router.balance(without_gradient(seen), choices).sum()
+    rounds, within, across = jnp.float32(1), None, None
+    if trips is not None:
+        rounds = trips.rounds * 1.0
+        within = WeightedMean(trips.within, each_GS.sum())
+        across = WeightedMean(trips.across, each_GS.sum())
     return MoEStats(
         WeightedMean(balance, (each_GS.sum(1) > 0).sum() * 1.0),
         WeightedMean((z_loss(seen.logits) * each_GS).sum(), each_GS.sum()),
@@ -115,7 +148,9 @@ def stats_of(
         WeightedMean(load.dropped, load.of),
         WeightedMean((_entropy(seen, choices) * each_GS).sum(), each_GS.sum()),
         WeightedMean((~finite_logits(seen) * each_GS).sum(), each_GS.sum()),
-        WeightedMean(jnp.float32(1) if rounds is None else rounds * 1.0, jnp.float32(1)),
+        WeightedMean(rounds, jnp.float32(1)),
+        within,
+        across,
     )
 
 

@@ -1,0 +1,79 @@
+"""How many rows leave their device for experts elsewhere, by the level of the network they take.
+
+It is counted where the tokens are, from the experts that they want, so that it is the same for each
+form of the collective: what is sent besides to fill buffers is not among it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.experts._routing import Choices
+from shardlib.layouts._annotate import current_mesh
+from shardlib.layouts._specs import parts_over
+
+
+class RowsSent(NamedTuple):
+    """How many rows tokens are sent as, counted on the device that they come from.
+
+    - `within`: to another device of the same node.
+    - `across`: to another node.
+    """
+
+    within: jax.Array
+    across: jax.Array
+
+
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """Which devices of the manual axes have which experts.
+
+    - `axes`: that the experts are split over, all of them manual.
+    - `slow`: those of them that lead to another node.
+    - `experts`: how many there are on all devices.
+    - `once`: whether a token is sent once to all its experts of a node, and from there to these.
+    """
+
+    axes: tuple[str, ...]
+    slow: tuple[str, ...]
+    experts: int
+    once: bool
+
+    def rows_sent(self, choices: Choices) -> RowsSent:
+        """How many rows the tokens of this device are sent as."""
+        if not self.axes:
+            return RowsSent(jnp.float32(0), jnp.float32(0))
+        sizes = current_mesh().shape
+        devices = parts_over(sizes, self.axes)
+        device = choices.expert // (self.experts // devices)
+        places = jnp.unravel_index(device, [sizes[axis] for axis in self.axes])
+        place_of = dict(zip(self.axes, places, strict=True))
+        fast = [axis for axis in self.axes if axis not in self.slow]
+        is_elsewhere = _differs(place_of, fast)
+        is_across = _differs(place_of, self.slow)
+        if not self.once:
+            within = is_elsewhere & ~is_across & choices.wanted
+            return RowsSent(_count(within), _count(is_across & choices.wanted))
+        # On the other node a token arrives at the device with the same place within it.
+        node = device // parts_over(sizes, fast)
+        nodes = jnp.arange(parts_over(sizes, self.slow))
+        is_sent = is_across & choices.wanted
+        to_node = ((node[..., None] == nodes) & is_sent[..., None]).any(-2)
+        return RowsSent(_count(is_elsewhere & choices.wanted), _count(to_node))
+
+
+def _differs(place_of: dict[str, jax.Array], axes: Iterable[str]) -> jax.Array:
+    """Whether devices are at another place than this one along any of the axes."""
+    differs = jnp.array(False)
+    for axis in axes:
+        differs = differs | (place_of[axis] != lax.axis_index(axis))
+    return differs
+
+
+def _count(is_one: jax.Array) -> jax.Array:
+    """How many are true, in float32 as all sums of the statistics."""
+    return (is_one * 1.0).sum()
