@@ -405,4 +405,5 @@ def loss(
     return entropy + config.balance * stats.balance + config.z * stats.z, {
         "cross_entropy": entropy,
         **stats.metrics,
+        **stats.sending,
     }

@@ -23,7 +23,10 @@ LAYERS = [
     ),
     ("machine", "_target_names _targets"),
     ("compiled", "_source_lines _kernel_products _hlo _device_groups _collectives"),
-    ("compiled", "_memory_traffic _flops _written _compile _flow _memory _host_copies"),
+    (
+        "compiled",
+        "_memory_traffic _flops _written _compile _name_stacks _flow _memory _host_copies",
+    ),
     (
         "data",
         "_packages _checks _blocks _alphabet _tokenizer _corpus _documents _files _tokens _seals",
@@ -33,7 +36,7 @@ LAYERS = [
     ("", "rules"),
     (
         "layouts",
-        "_resolve _relate _placement _flax_rules _host _chain_schedules _remat_policy _remat_text "
+        "_resolve _relate _placement _flax_rules _host _chain_schedules _remat_parts _remat_policy _remat_text "
         "_checkpoint_policies _annotate _sequence_order _route _reshard",
     ),
     (
@@ -84,10 +87,10 @@ LAYERS = [
         "experts",
         "_bias _gate _choose _row_moves _dispatch _moe_checks _moe_stats _token_exchange _moe",
     ),
-    ("experts", "_rows _further_rounds _row_rounds _two_levels _dropless _load_picture"),
+    ("experts", "_rows _rows_sent _further_rounds _row_rounds _two_levels _dropless _load_picture"),
     (
         "step",
-        "_scopes _precision _offload _exchange _strategy _batches _layer_order _state _init_checks _init",
+        "_scopes _precision _offload _gradient_sizes _exchange _exchange_checks _strategy _batches _layer_order _state _init_checks _init",
     ),
     ("step", "_saved_errors _describe _varying _examples _example_rules _example_moves _coupled"),
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),

@@ -146,6 +146,20 @@ def test_an_even_load_takes_one_round():
     assert float(stats.rounds.total) == 1
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_bytes_are_counted_of_rows_that_leave_their_device(devices):
+    real = jnp.asarray(np.random.default_rng(5).random((BATCH, LENGTH)) < 0.6)
+    with sl.use(RULES, mesh_of(f"data={devices}")):
+        _, stats = jax.jit(layer)(X, GATES["drawn"], WEIGHTS, real=real)
+    chosen = np.asarray(lax.top_k(X @ GATES["drawn"], CHOICES)[1])
+    home = np.arange(BATCH)[:, None, None] // (BATCH // devices)
+    leaves = (chosen // (EXPERTS // devices) != home) & np.asarray(real)[..., None]
+    # There and back, in float32.
+    assert float(stats.sent_within.total) == leaves.sum() * 2 * WIDTH * 4
+    assert float(stats.sent_within.weight) == real.sum()
+    assert set(stats.sending) == {"rounds", "sent_within"}
+
+
 def test_padding_goes_to_no_expert():
     real = jnp.asarray(np.random.default_rng(5).random((BATCH, LENGTH)) < 0.6)
     x = jnp.where(real[..., None], X, jnp.nan)

@@ -33,6 +33,8 @@ def test_metrics_that_all_records_have_are_curves():
     del run[1]["rounds"]
     picture = load_picture(run)
     assert picture.count("<polyline") == 3 and "rounds" not in picture
+    run = records(rounds=1.0, sent_within=512.0, sent_across=64.0)
+    assert load_picture(run).count("<polyline") == 4
     # A curve reaches from its least at the bottom to its most at the top.
     run = [{"step": k, "load": [1.0], "dropped": k / 10} for k in range(5)]
     points = re.findall(r'points="([^"]*)"', load_picture(run))[1]

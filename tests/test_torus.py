@@ -84,6 +84,22 @@ def test_torus_gather_and_scatter_equal_those_over_the_whole_axis(sizes, dim, mo
     np.testing.assert_allclose(scattered, 36 * x, rtol=1e-6)
 
 
+@pytest.mark.parametrize("sizes", [(8,), *TORI])
+@pytest.mark.parametrize("shape", [(5, 1024), (5, 8, 128), (16, 1024), (5, 24)])
+def test_gather_of_parts_that_fill_no_tiles_equals_the_array(shape, sizes, monkeypatch):
+    put_on_torus(monkeypatch, *sizes)
+    x = np.random.default_rng(0).normal(size=(8 * shape[0], *shape[1:])).astype("f")
+    with sl.use(sl.rules.data, sl.make_mesh("data=8")):
+        gather = lambda part: gather_along(part, 0, "data")
+        run = jax.shard_map(gather, in_specs=P("data"), out_specs=P(), check_vma=False)
+        gathered, lowered = jax.jit(run)(x), jax.jit(run).lower(x).as_text()
+    np.testing.assert_array_equal(gathered, x)
+    # Large parts that end within a tile are gathered as numbers in one row.
+    gathers = [line for line in lowered.splitlines() if '"stablehlo.all_gather"' in line]
+    is_one_row = shape[0] == 5 and shape[1:] != (24,)
+    assert (f"tensor<{x[: shape[0]].size}xf32>" in "".join(gathers)) == is_one_row
+
+
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 @pytest.mark.parametrize(
     ("shape", "dim"),

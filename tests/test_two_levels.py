@@ -154,6 +154,26 @@ def test_ragged_and_dense_sending_give_the_same(monkeypatch):
     assert_near(found, expected)
 
 
+@pytest.mark.parametrize("across", [None, ()])
+def test_bytes_are_counted_by_the_network_that_they_take(across):
+    """Of eight experts on two nodes of four devices, a token goes to all."""
+    strategy = sl.Strategy(mesh="pod=2,data=4", dcn="pod", rules=FLAT)
+    with strategy.scope():
+        all_experts = partial(layer, router=TopK(EXPERTS), across=across)
+        _, stats = jax.jit(all_experts)(X, GATES["drawn"], WEIGHTS)
+    of_row = 2 * WIDTH * 4
+    rows = {name: float(mean) / of_row for name, mean in means(stats.sending).items()}
+    if across is None:
+        # On each node one device has the token, and the three others get it from that one.
+        assert (rows["sent_within"], rows["sent_across"]) == (2 * 3, 1)
+    else:
+        assert (rows["sent_within"], rows["sent_across"]) == (3, 4)
+
+
+def means(metrics):
+    return {name: metric.total / metric.weight for name, metric in metrics.items()}
+
+
 @pytest.mark.long
 def test_a_step_of_a_model_equals_one_device():
     config = decoder.tiny()
@@ -177,6 +197,8 @@ def test_a_step_of_a_model_equals_one_device():
             state, metrics = step(state, batch)
         results[name] = jax.device_get((state.params, metrics["loss"]))
     assert_near(results["two levels"], results["one"], 1e-5)
+    # There and back, of a token that goes to the other node at most once.
+    assert 0 < metrics["sent_across"] < 2 * config.width * 4
 
 
 def test_a_strategy_with_a_slow_axis_sends_across_it_once():

@@ -11,6 +11,8 @@ and from what it prints, the remarks of the partitioner and, for TPUs, its own a
 
 import re
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +25,8 @@ from shardlib.compiled._source_lines import stack_lines
 from shardlib.compiled._written import Kept, Sizes, Written
 from shardlib.machine._absent import without_cache
 from shardlib.machine._targets import Platform, quietly
+
+Key = tuple[str, tuple[int, ...]]  # an instruction and which part of its result
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,16 @@ class Allocation:
     color: int  # which memory: 0 is the device's own
     aliased: bool  # an argument whose place an output takes
     values: tuple[Value, ...]
+
+
+def last_reads(allocations: Iterable[Allocation]) -> dict[Key, int]:
+    """When each value is last read, at whichever of its places that is later."""
+    dies: dict[Key, int] = defaultdict(int)
+    for allocation in allocations:
+        for value in allocation.values:
+            key = (value.instruction, value.index)
+            dies[key] = max(dies[key], value.dies)
+    return dies
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ one before:
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
-from shardlib.compiled._compile import Allocation, Compiled, Value
+from shardlib.compiled._compile import Compiled, Key, Value, last_reads
 from shardlib.compiled._hlo import Instruction, Scope
-
-Key = tuple[str, tuple[int, ...]]  # an instruction and which part of its result
+from shardlib.compiled._name_stacks import is_backward, is_forward
 
 _PLUMBING = {
     "get-tuple-element",
@@ -39,26 +38,6 @@ _REDUCTIONS = {"all-reduce", "reduce-scatter"}
 _ELEMENTWISE = {"add", "subtract", "multiply", "divide", "negate", "select"}
 
 
-def is_backward(op_name: str) -> bool:
-    """Whether a name stack is that of a backward pass, what it computes again included."""
-    return "transpose(" in op_name
-
-
-def is_forward(op_name: str) -> bool:
-    """Whether a name stack is that of a forward pass which is differentiated."""
-    return "jvp(" in op_name and not is_backward(op_name)
-
-
-def _last_reads(allocations: Iterable[Allocation]) -> dict[Key, int]:
-    """When each value is last read, at whichever of its places that is later."""
-    dies: dict[Key, int] = defaultdict(int)
-    for allocation in allocations:
-        for value in allocation.values:
-            key = (value.instruction, value.index)
-            dies[key] = max(dies[key], value.dies)
-    return dies
-
-
 class Flow:
     """Where the values of one compiled program come from, across loops, fusions and tuples.
 
@@ -69,7 +48,7 @@ class Flow:
         self.kinds_by_path = kinds_by_path
         self.program = compiled.program
         self.order = compiled.order
-        self.dies = _last_reads(compiled.allocations)
+        self.dies = last_reads(compiled.allocations)
         self.scopes: dict[str, Scope] = {}
         # A computation that is called from several places is known by the first of them.
         for scope, made, _ in self.program.walk():

@@ -283,10 +283,11 @@ class _Layer:
         layout = self._layout(x)
         rounds = self._rounds(layout, layout.local_tokens(x))
         y, number = in_rounds(rounds, self.experts, x, choices, weights)
-        rows = self._places.rows_sent(choices)
         # A row goes there and comes back.
         of_row = 2.0 * x.shape[-1] * x.dtype.itemsize
-        return y, Trips(number, of_row * rows.within, of_row * rows.across)
+        rows = self._places.rows_sent(choices)
+        within, across = jax.tree.map(lambda count: of_row * count, rows)
+        return y, Trips(number, within, across)
 
     @property
     def _places(self) -> ExpertPlaces:

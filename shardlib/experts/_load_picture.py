@@ -3,7 +3,9 @@
 load       a row for each expert, a column for each record: white for an even share, blue for
            less, red for more
 balance    the fullest expert in even shares, and the entropy of the router
-dropped    the share of choices that found no place, and in how many rounds tokens were sent
+dropped    the share of choices that found no place
+rounds     in how many rounds tokens were sent
+bytes      that a token sent to its experts and back, within nodes and across
 """
 
 import math
@@ -39,7 +41,7 @@ def load_picture(records: Sequence[Mapping[str, Any]], title: str = "") -> str:
     Args:
         records: of a run, as `sl.fit` gives them to its sinks and writes them into `metrics.jsonl`.
             Those with a `load` are drawn, the metric that `MoEStats` has, by `step`. `entropy`,
-            `dropped` and `rounds` are drawn where all of these have them.
+            `dropped` and what `MoEStats.sending` has are drawn where all of these have them.
         title: above the picture.
 
     >>> records = [{"step": k, "load": [1.5, 0.5], "dropped": 0.1} for k in (10, 20)]
@@ -116,7 +118,12 @@ def _panels(drawn: Sequence[Mapping[str, Any]]) -> list[list[_Line]]:
         *_known(drawn, "dropped", "dropped choices, as a share"),
         *_known(drawn, "rounds", "rounds in which tokens were sent"),
     ]
-    return [*panels, *([line] for line in outcome)]
+    sent = [
+        *_known(drawn, "sent_within", "bytes a token sent within its node"),
+        *_known(drawn, "sent_across", "bytes a token sent to other nodes"),
+    ]
+    panels += [[line] for line in outcome]
+    return [*panels, sent] if sent else panels
 
 
 def _known(drawn: Sequence[Mapping[str, Any]], metric: str, name: str) -> list[_Line]:

@@ -33,7 +33,8 @@ class MoEStats:
     - `sent_within`: bytes that go to experts on other devices of the same node and back, a mean
       over tokens. The backward pass sends as many again. None for `moe`, which sends all places,
       taken or not.
-    - `sent_across`: the same of bytes that go to other nodes, over the slow network.
+    - `sent_across`: the same of bytes that go to other nodes, over the slow network; None where
+      there is none.
     """
 
     balance: WeightedMean
@@ -62,25 +63,29 @@ class MoEStats:
 
     @property
     def sending(self) -> dict[str, WeightedMean]:
-        """What sending tokens to their experts took on this mesh, for a loss to return as well."""
-        found = {
-            "rounds": self.rounds,
-            "sent_within": self.sent_within,
-            "sent_across": self.sent_across,
-        }
-        return {name: mean for name, mean in found.items() if mean is not None}
+        """What `dropless` took to send tokens to their experts, for a loss to return as well.
+
+        It depends on the mesh: `rounds`, `sent_within` and, over a slow network, `sent_across`.
+        """
+        if self.sent_within is None:
+            return {}
+        found = {"rounds": self.rounds, "sent_within": self.sent_within}
+        if self.sent_across is not None:
+            found["sent_across"] = self.sent_across
+        return found
 
 
 class Trips(NamedTuple):
     """How tokens got to their experts and back.
 
     - `rounds`: how many rounds there were.
-    - `within`, `across`: bytes to other devices of the node and to other nodes, and back.
+    - `within`, `across`: bytes to other devices of the node and to other nodes, and back; None for
+      the latter where there is one node.
     """
 
     rounds: jax.Array
     within: jax.Array
-    across: jax.Array
+    across: jax.Array | None
 
 
 class Load(NamedTuple):
@@ -140,6 +145,7 @@ def stats_of(
     if trips is not None:
         rounds = trips.rounds * 1.0
         within = WeightedMean(trips.within, each_GS.sum())
+    if trips is not None and trips.across is not None:
         across = WeightedMean(trips.across, each_GS.sum())
     return MoEStats(
         WeightedMean(balance, (each_GS.sum(1) > 0).sum() * 1.0),

@@ -14,18 +14,18 @@ from jax import lax
 
 from shardlib.experts._routing import Choices
 from shardlib.layouts._annotate import current_mesh
-from shardlib.layouts._specs import parts_over
+from shardlib.layouts._specs import axes_without, parts_over
 
 
 class RowsSent(NamedTuple):
     """How many rows tokens are sent as, counted on the device that they come from.
 
     - `within`: to another device of the same node.
-    - `across`: to another node.
+    - `across`: to another node; None where there is one node.
     """
 
     within: jax.Array
-    across: jax.Array
+    across: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,25 @@ class ExpertPlaces:
     def rows_sent(self, choices: Choices) -> RowsSent:
         """How many rows the tokens of this device are sent as."""
         if not self.axes:
-            return RowsSent(jnp.float32(0), jnp.float32(0))
+            return RowsSent(jnp.float32(0), None)
         sizes = current_mesh().shape
         devices = parts_over(sizes, self.axes)
         device = choices.expert // (self.experts // devices)
         places = jnp.unravel_index(device, [sizes[axis] for axis in self.axes])
         place_of = dict(zip(self.axes, places, strict=True))
-        fast = [axis for axis in self.axes if axis not in self.slow]
-        is_elsewhere = _differs(place_of, fast)
+        fast = axes_without(self.axes, self.slow)
+        is_elsewhere = _differs(place_of, fast) & choices.wanted
+        if not self.slow:
+            return RowsSent(_count(is_elsewhere), None)
         is_across = _differs(place_of, self.slow)
         if not self.once:
-            within = is_elsewhere & ~is_across & choices.wanted
-            return RowsSent(_count(within), _count(is_across & choices.wanted))
+            return RowsSent(_count(is_elsewhere & ~is_across), _count(is_across & choices.wanted))
         # On the other node a token arrives at the device with the same place within it.
         node = device // parts_over(sizes, fast)
         nodes = jnp.arange(parts_over(sizes, self.slow))
         is_sent = is_across & choices.wanted
         to_node = ((node[..., None] == nodes) & is_sent[..., None]).any(-2)
-        return RowsSent(_count(is_elsewhere & choices.wanted), _count(to_node))
+        return RowsSent(_count(is_elsewhere), _count(to_node))
 
 
 def _differs(place_of: dict[str, jax.Array], axes: Iterable[str]) -> jax.Array:

@@ -13,7 +13,8 @@ import jax
 from jax.ad_checkpoint import Offloadable
 
 from shardlib.layouts._host import HOST
-from shardlib.layouts._remat_policy import Encoding, Remat, RematByBlock
+from shardlib.layouts._remat_parts import Encoding
+from shardlib.layouts._remat_policy import Remat, RematByBlock
 
 # What is named so belongs to the activation whose name comes before, and is never compressed.
 BESIDE = ":beside"

@@ -22,30 +22,22 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.layouts._chain_schedules import Binomial, Chain, Every
-
-Products: TypeAlias = Literal["none", "without_batch", "all"]
-Encoding: TypeAlias = Literal["int8", "int4", "fp8", "bf16", "sign"]
-ENCODINGS = get_args(Encoding)
-# Words for values. "none" keeps everything, and "stage" is a pipeline's own affair.
-WORDS = (
-    *("none", "full", "stage", "dots", "dots_without_batch"),
-    *("selective", "minimal", "sublinear"),
-)
-# What the words mean that speak of a model's parts and activations. Megatron's "selective" computes
-# attention's scores and their softmax again.
-SCORES = "scores"
-# MaxText's "minimal": results of projections, and attention's context. A gated MLP, another and
-# experts have some each.
-PROJECTED = (
-    *("query_latent", "kv_latent", "rotary_key"),
-    *("query", "key", "value", "context", "attention_out"),
-    *("mlp_gate", "mlp_up", "mlp_out"),
-    *("router", "expert_in", "expert_gate", "expert_up", "expert_out"),
+from shardlib.layouts._remat_parts import (
+    PROJECTED,
+    SCORES,
+    WORDS,
+    Encoding,
+    Products,
+    RematBudget,
+    chain_stands_alone,
+    check_one_place,
+    checked_budget,
+    encodings_by_name,
 )
 
 
@@ -89,11 +81,11 @@ class Remat:
         dropped = check.texts("Remat", "dropped", self.dropped, "names of parts, in a tuple")
         takes = "a chain: `sl.Remat.every(4)`, `sl.Remat.sublinear()` or `sl.Remat.slots(4)`"
         check.kind("Remat", "chain", self.chain, Chain | None, takes)
-        compressed = _encodings_by_name(self.compressed, names)
+        compressed = encodings_by_name(self.compressed, names)
         is_more = names or dropped or offloaded or compressed or self.products != "none"
         if self.chain is not None and is_more:
-            raise self._apart()
-        _check_one_place((*names, *dict(compressed)), offloaded)
+            raise chain_stands_alone()
+        check_one_place((*names, *dict(compressed)), offloaded)
         # In order, so that equal values are equal whatever the order they were written in.
         check.assign(
             self,
@@ -202,23 +194,14 @@ class Remat:
         takes = "a number of inputs that are kept at a time, such as 4"
         return cls(chain=Binomial(check.whole("Remat.slots", "count", count, takes, least=1)))
 
-    def _apart(self) -> ValueError:
-        """The error for what is kept beside a chain."""
-        return ValueError(
-            "`Remat`: of a chain, as by `sl.Remat.slots(4)`, only inputs of blocks are kept, and "
-            "no other chain's: `names`, `products` and all the rest are of every block. "
-            "Take one of the two."
-        )
-
     def __or__(self, other: "Remat") -> "Remat":
-        """What keeps all that either keeps; two chains are no chain, and refused."""
+        """What keeps all that either keeps; two different chains are refused."""
         if not isinstance(other, Remat):
             return NotImplemented
-        # Two chains can be united if they are the same.
         if self == other:
             return self
         if self.chain is not None or other.chain is not None:
-            raise self._apart()
+            raise chain_stands_alone()
         order = get_args(Products)
         # Each of these keeps what those before it keep.
         place = max(order.index(self.products), order.index(other.products))
@@ -284,63 +267,12 @@ class Remat:
         >>> Remat.budget("14GiB", offload=("block_in",))
         RematBudget(memory=15032385536, offload=('block_in',))
         """
-        takes = 'the bytes that a step may take of a device: a number, or text such as `"14GiB"`'
-        memory = check.size("Remat.budget", "memory", memory, takes)
-        takes = 'names of activations, in a tuple: `("block_in",)`'
-        names = check.texts("Remat.budget", "offload", offload, takes)
-        return RematBudget(memory, tuple(sorted(set(names))))
+        return checked_budget(memory, offload)
 
     @property
     def every_name(self) -> tuple[str, ...]:
         """The names of activations that are kept, in whatever form and place."""
         return tuple(sorted({*self.names, *self.offloaded, *dict(self.compressed)}))
-
-
-def _check_one_place(names: tuple[str, ...], offloaded: tuple[str, ...]) -> None:
-    """Refuse activations that are to be kept on the device and in the memory of the host."""
-    both = sorted(set(names) & set(offloaded))
-    if both:
-        raise ValueError(
-            f"`Remat`: `{both[0]}` is to be kept on the device, by `Remat.save` or "
-            "`Remat.compress`, and in the memory of the host, by `Remat.offload`. Name it in one "
-            "of the two."
-        )
-
-
-def _encodings_by_name(pairs: Any, kept: tuple[str, ...]) -> tuple[tuple[str, Encoding], ...]:
-    """Names with their encodings, in order, but for those that are `kept` as they are."""
-    takes = 'pairs of a name and an encoding, `(("mlp_up", "int8"),)`'
-    encodings: dict[str, Encoding] = {}
-    for pair in check.kind("Remat", "compressed", pairs, tuple, takes):
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise check.refusal("Remat", "compressed", pairs, takes)
-        name = check.text("Remat", "compressed", pair[0], "the name of an activation, as text")
-        check.choice("Remat.compress", "encoding", pair[1], ENCODINGS)
-        if encodings.setdefault(name, pair[1]) != pair[1]:
-            raise ValueError(
-                f"`Remat`: `{name}` is compressed as {encodings[name]!r} and as {pair[1]!r}. "
-                "Choose one of them."
-            )
-    return tuple(sorted((name, how) for name, how in encodings.items() if name not in kept))
-
-
-@dataclass(frozen=True)
-class RematBudget:
-    """What a step may take of a device's memory, in bytes; made by `Remat.budget`.
-
-    Of the named activations in marked blocks, those are kept that spare the most computing, in as
-    many layers as fit. Until a step has found them, blocks keep their inputs.
-
-    - `offload`: names that the memory of the host may have. It gets what the device has no room
-      for, as far as it is copied while the block is computed.
-    """
-
-    memory: int
-    offload: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        offload = f", offload={self.offload!r}" if self.offload else ""
-        return f"RematBudget(memory={self.memory}{offload})"
 
 
 class RematByBlock(ABC):

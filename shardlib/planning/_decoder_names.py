@@ -7,7 +7,8 @@ it, so that nothing of a layer runs again for its last product.
 from typing import Any, NamedTuple, get_args
 
 from shardlib.checks import _arguments as check
-from shardlib.layouts._remat_policy import PROJECTED, Remat, kept_by_blocks
+from shardlib.layouts._remat_parts import PROJECTED
+from shardlib.layouts._remat_policy import Remat, kept_by_blocks
 from shardlib.planning._decoder import Decoder, Recompute
 
 

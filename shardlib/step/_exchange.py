@@ -25,15 +25,11 @@ from jax.sharding import PartitionSpec
 from shardlib.collectives._compressed import Errors, Pieces
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, buckets
 from shardlib.layouts._specs import axes_without, keep_axes, parts_over, spec_axes
-from shardlib.modeling._random import scrambled
 from shardlib.optimizers._local import Local
+from shardlib.step._gradient_sizes import SKETCH_SIZE, sketch, squares, sum_of_squares
 from shardlib.step._scopes import COMPRESSED, EXACT
 
 ErrorsByPath = dict[str, Errors]
-
-# The number of sums in a sketch, by which a norm is estimated. Elements that are this far apart
-# share a sum. It is a prime, so that those of one column of a matrix, often the largest, do not.
-_SKETCH_SIZE = 2039
 
 
 class Gradient(NamedTuple):
@@ -215,8 +211,8 @@ class _LocalExchange:
 
     def measured(self, values: list[jax.Array], errors: ErrorsByPath) -> Gradient:
         """The result of an exchange whose values are final: with them, their norm."""
-        squares = _squares(values, [own.split for own in self.axes_of], self.sizes)
-        return Gradient(values, errors, jnp.sum(squares), jnp.isfinite(squares))
+        of_each = squares(values, [own.split for own in self.axes_of], self.sizes)
+        return Gradient(values, errors, jnp.sum(of_each), jnp.isfinite(of_each))
 
     def averaged(self, sums: list[jax.Array], errors: ErrorsByPath) -> Gradient:
         """Average the workers' gradients, by the exchange.
@@ -390,7 +386,7 @@ class _LocalExchange:
             E[(sum_k s_k x_k)^2]  =  sum_k x_k^2
 
         so the squares of its sums add up to an estimate of the square of the norm of x. With
-        `_SKETCH_SIZE` sums its standard deviation is three percent; that of the norm is half of it.
+        `SKETCH_SIZE` sums its standard deviation is three percent; that of the norm is half of it.
         """
         # What is summed exactly has an exact norm, to which the estimate of the rest is added.
         square = self._square_of_summed(sums)
@@ -410,11 +406,11 @@ class _LocalExchange:
         if not summed:
             return jnp.float32(0)
         axes = [self.axes_of[i].split for i in summed]
-        return jnp.sum(_squares([sums[i] for i in summed], axes, self.sizes))
+        return jnp.sum(squares([sums[i] for i in summed], axes, self.sizes))
 
     def _sketch_of_averaged(self, own: list[jax.Array], over: tuple[str, ...]) -> jax.Array:
         """Sums with random signs of all gradients that are averaged over the same axes."""
-        sketch, offset = jnp.zeros(_SKETCH_SIZE, jnp.float32), 0
+        total, offset = jnp.zeros(SKETCH_SIZE, jnp.float32), 0
         for i, gradient in zip(self.averaged_positions, own, strict=True):
             if self.axes_of[i].over != over:
                 continue
@@ -422,14 +418,14 @@ class _LocalExchange:
             copies = parts_over(self.sizes, axes_without(self.sizes, split))
             # One array starts where the one before ends. So if there are fewer elements than sums,
             # each element has a sum of its own, and the estimate is exact.
-            sketch += jnp.roll(_sketch(gradient, i), offset) / math.sqrt(copies)
+            total += jnp.roll(sketch(gradient, i), offset) / math.sqrt(copies)
             offset += gradient.size
-        return sketch
+        return total
 
     def _finite(self, values: list[jax.Array]) -> jax.Array:
         """For each array, whether its elements and its norm are finite on all devices."""
         # On how many devices each array is not finite, by one small sum for all arrays.
-        bad = jnp.stack([~jnp.isfinite(_sum_of_squares(x)) for x in values]).astype(jnp.int32)
+        bad = jnp.stack([~jnp.isfinite(sum_of_squares(x)) for x in values]).astype(jnp.int32)
         every_axis = self._other_axes(())
         if every_axis:
             bad = lax.psum(bad, every_axis)
@@ -450,67 +446,6 @@ def _shaped_like(arrays: Sequence[jax.Array], flat: jax.Array) -> Iterator[jax.A
 def _own_error(error: Errors) -> Errors:
     """What a device holds of errors: in the state they have a leading dim of devices."""
     return jax.tree.map(lambda x: x[0], error)
-
-
-def _sketch(x: jax.Array, number: int) -> jax.Array:
-    """Sums of the elements of an array, each with a sign that `number` and its place decide.
-
-    Signs are the same in every step. So while the direction of a gradient does not change, the
-    estimate of its norm errs by the same share.
-    """
-    flat = jnp.pad(x.astype(jnp.float32).reshape(-1), (0, -x.size % _SKETCH_SIZE))
-    rows = flat.reshape(-1, _SKETCH_SIZE)
-    seed = jnp.uint32(0x9E3779B1 * (number + 1) % 2**32)
-    word = lax.broadcasted_iota(jnp.uint32, rows.shape, 0) * jnp.uint32(_SKETCH_SIZE)
-    word += lax.broadcasted_iota(jnp.uint32, rows.shape, 1) + seed
-    is_positive = scrambled(word) & 1 == 1
-    return jnp.sum(jnp.where(is_positive, rows, -rows), 0)
-
-
-def _squares(
-    shards: Sequence[jax.Array], axes: Sequence[tuple[str, ...]], mesh_shape: Mapping[str, int]
-) -> jax.Array:
-    """The square of the norm of each array, from the shards of all devices, by one sum.
-
-    `axes` are those that split each array.
-    """
-    every = _all_axes(axes, mesh_shape)
-    squares: list[jax.Array] = []
-    for x, own_axes in zip(shards, axes, strict=True):
-        # Devices along an axis that does not split an array all have it, and all are summed.
-        copies = parts_over(mesh_shape, axes_without(every, own_axes))
-        squares.append(_sum_of_squares(x) / copies)
-    # Stacked, so that there is one small sum over devices for all arrays.
-    stacked = jnp.stack(squares)
-    if not every:
-        return stacked
-    return lax.psum(stacked, every)
-
-
-def _sum_of_squares(x: jax.Array) -> jax.Array:
-    """The sum of the squares of an array, added up in 32 bits or more.
-
-    In 16 bits, a sum of thousands of squares stops growing long before it is done.
-    """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.sum(_square(wide)).astype(jnp.float32)
-
-
-def _all_axes(axes: Sequence[tuple[str, ...]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of several devices that split any of some arrays, in order of first use."""
-    used: dict[str, None] = {}
-    for own_axes in axes:
-        for axis in own_axes:
-            if mesh_shape[axis] > 1:
-                used[axis] = None
-    return tuple(used)
-
-
-def _square(x: jax.Array) -> jax.Array:
-    """The square of the absolute value of each element."""
-    if jnp.iscomplexobj(x):
-        return jnp.square(x.real) + jnp.square(x.imag)
-    return jnp.square(x)
 
 
 def pieces(exchange: Exchange, parameter: Parameter, sizes: Mapping[str, int]) -> Pieces:

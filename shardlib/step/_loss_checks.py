@@ -24,7 +24,8 @@ from shardlib.layouts._checkpoint_policies import (
     CUDNN_ATTENTION,
     PolicyOfPart,
 )
-from shardlib.layouts._remat_policy import SCORES, Remat
+from shardlib.layouts._remat_parts import SCORES
+from shardlib.layouts._remat_policy import Remat
 from shardlib.layouts._rules import EXPERTS
 from shardlib.layouts._specs import axes_within, spec_axes
 from shardlib.modeling._batch import WeightedMean

@@ -40,6 +40,7 @@ from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
 from shardlib.machine._portable_mesh import PortableMesh
 from shardlib.pipeline._schedule_checks import check_is_schedule, check_stage_axis, check_table
 from shardlib.pipeline.schedules._schedule import Schedule
+from shardlib.step._exchange_checks import check_exchange
 from shardlib.step._offload import Offload, resolve_offload, with_offloaded
 from shardlib.step._precision import Precision, resolve_precision
 
@@ -128,7 +129,7 @@ class Strategy:
         self._check_mesh()
         self._check_manual()
         resolve_precision(self.precision)
-        self._check_exchange(axes)
+        check_exchange(self.exchange, self.zero, self.sharding, self.data_axes, self.rules, axes)
         self._check_offload()
         if self.pipeline is not None:
             self._check_pipeline(axes)
@@ -231,45 +232,6 @@ class Strategy:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         return self
 
-    def _check_exchange(self, axes: Mapping[str, int]) -> None:
-        """Refuse an exchange over axes that carry no gradients, or over which ZeRO splits.
-
-        Either would be a strategy that prints what no step does.
-        """
-        zero = self.sharding
-        exchanged_over = self.exchange.axes
-        if not exchanged_over:
-            return
-        if not self.data_axes:
-            raise ValueError(
-                f"`Strategy(exchange={self.exchange})` would never run: no axis splits the batch "
-                "and nothing else, so the partitioner sums the gradients. Give `batch` an axis of "
-                "its own in the rules, or name it: `manual=(...)`."
-            )
-        for axis in exchanged_over:
-            if axis not in self.data_axes:
-                raise ValueError(
-                    f"`Strategy(exchange={self.exchange})`: `{axis}` "
-                    f"{self._why_no_gradients_along(axis, axes)}. The mesh has "
-                    f"{', '.join(map(repr, axes))}; gradients are exchanged over "
-                    f"{', '.join(map(repr, self.data_axes))}."
-                )
-            if zero.stage and axis in (zero.axes or ()):
-                raise ValueError(
-                    f"`Strategy(zero={self.zero!r}, exchange={self.exchange})`: ZeRO would split "
-                    f"parameters over `{axis}` too, and every step gather them whole again over "
-                    "it, in more bytes than the exchange saves. Split over other axes."
-                )
-        # ZeRO needs an axis of its own that the exchange does not take.
-        if zero.stage and set(exchanged_over) >= set(self.data_axes):
-            raise ValueError(
-                f"`Strategy(zero={self.zero!r}, exchange={self.exchange})`: the exchange takes all "
-                "axes of data, and none is left for ZeRO. Over an axis of the exchange, ZeRO would "
-                "gather whole parameters in every step, in more bytes than the exchange saves. "
-                "Leave `zero` out; or exchange over some of the axes, say those of the slow "
-                'network: `mesh="pod=4,data=8"`, with `exchange=...(axis="pod")`.'
-            )
-
     def _check_offload(self) -> None:
         """Refuse parameters in the host's memory with what holds them whole."""
         if self.offloaded is None or not self.offloaded.parameters:
@@ -298,21 +260,6 @@ class Strategy:
                 "used is not exchanged in the backward pass. Use `zero=3`, which scatters "
                 'gradients there, without `overlap`, or `offload="optimizer"`.'
             )
-
-    def _why_no_gradients_along(self, axis: str, axes: Mapping[str, int]) -> str:
-        """Why devices along an axis have no gradients of their own, as the end of a sentence."""
-        # Three reasons, of which the first that holds says what to change.
-        if axis in self.rules.batch_axes:
-            return (
-                "splits weights too, or is not manual, so that the partitioner sums gradients "
-                "along it"
-            )
-        if axis in axes:
-            return (
-                "splits no batch, so that no gradients differ along it; for it to, `rules "
-                "| sl.AxisRules(batch=(...))`"
-            )
-        return "is no axis of the mesh"
 
     def _check_pipeline(self, axes: Mapping[str, int]) -> None:
         """Refuse a schedule that cannot be run, or not with the other fields.

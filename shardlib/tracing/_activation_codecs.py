@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.layouts._remat_policy import Encoding
+from shardlib.layouts._remat_parts import Encoding
 
 MOST_IN_BLOCK = 128
 _LARGEST = {"int8": 127, "int4": 7, "fp8": 448}

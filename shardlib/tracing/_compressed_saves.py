@@ -20,7 +20,7 @@ from jax.extend.core import Literal, Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from shardlib.layouts._checkpoint_policies import COMPRESSIBLE
-from shardlib.layouts._remat_policy import ENCODINGS, Encoding
+from shardlib.layouts._remat_parts import ENCODINGS, Encoding
 from shardlib.tracing._activation_codecs import Encoded
 
 ENCODE, DECODE = "encode_activation", "decode_activation"
