@@ -1,0 +1,268 @@
+"""Models whose weights others have published: their configurations, and where their tensors go.
+
+    config = hub.config("Llama-3-8B")                      # the folder that holds the files
+    state = sl.init(lambda: hub.model(config, nnx.Rngs(0)), optimizer, strategy)
+    state = sl.weights.load("Llama-3-8B", state, hub.table(config))
+
+GPT-2, Llama 1 to 3, Mistral, Qwen 3 and Mixtral have the names that Hugging Face's transformers
+gives them. `sl.weights.save` writes files that it reads.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+import shardlib as sl
+from models import gpt, moe
+from shardlib.weights import Part, Rule, Table
+
+# What the configurations of these models have, and our models have not, with the value that stands
+# for its absence.
+_UNKNOWN: dict[str, Any] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_scaling": None,
+    "use_sliding_window": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "mlp_only_layers": [],
+}
+
+
+def config(folder: str | Path, **changes: Any) -> gpt.GPTConfig:
+    """The configuration of the model in a folder, by its `config.json`."""
+    file = Path(folder) / "config.json"
+    said = json.loads(file.read_text())
+    kind = said.get("model_type")
+    if kind not in _CONFIGS:
+        known = ", ".join(map(repr, _CONFIGS))
+        raise ValueError(f"{file} is of a model of type {kind!r}; known are {known}.")
+    for field, absent in _UNKNOWN.items():
+        if said.get(field, absent) != absent:
+            raise ValueError(
+                f"{file} has `{field}` {said[field]!r}, which the models here do not know."
+            )
+    return _CONFIGS[kind](said, changes)
+
+
+def model(config: gpt.GPTConfig, rngs: nnx.Rngs) -> gpt.GPT:
+    """A new model of a configuration."""
+    if isinstance(config, moe.MoEConfig):
+        return moe.MoE(config, rngs=rngs)
+    return gpt.GPT(config, rngs=rngs)
+
+
+def table(config: gpt.GPTConfig, prefix: str | None = None) -> Table:
+    """Which tensors make up the parameters of a model.
+
+    Args:
+        config: of the model.
+        prefix: before the names of all tensors but the head's; by default `"model."`, and
+            `"transformer."` for GPT-2, whose first files have none.
+    """
+    if config.latent is not None:
+        raise ValueError("There is no table yet for latent attention, DeepSeek's.")
+    if config.positions == "learned":
+        return _gpt2(config, "transformer." if prefix is None else prefix)
+    return _llama(config, "model." if prefix is None else prefix)
+
+
+def _of_gpt2(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
+    hidden = said.get("n_inner")
+    _check(said, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    fields = {
+        "layers": said["n_layer"],
+        "width": said["n_embd"],
+        "heads": said["n_head"],
+        "hidden": hidden,
+        "context": said["n_positions"],
+        "vocab": said["vocab_size"],
+        "norm_epsilon": said.get("layer_norm_epsilon", 1e-5),
+        "tied": said.get("tie_word_embeddings", True),
+    }
+    return gpt.GPTConfig(**{**fields, **changes})
+
+
+def _llama_fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What all of Llama's kind have."""
+    _check(said, "hidden_act", "silu")
+    window = said.get("sliding_window")
+    if window is not None and window < said["max_position_embeddings"]:
+        raise ValueError(
+            f"`config.json` has a `sliding_window` of {window} tokens, which the models here do "
+            f"not know: they are right for as many. Set it to null, and `context={window}`."
+        )
+    rope = said.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"`config.json` has `rope_parameters` of type {rope['rope_type']!r}, which the models "
+            "here do not know."
+        )
+    return {
+        "layers": said["num_hidden_layers"],
+        "width": said["hidden_size"],
+        "heads": said["num_attention_heads"],
+        "kv_heads": said.get("num_key_value_heads"),
+        "head_dim": said.get("head_dim"),
+        "hidden": said["intermediate_size"],
+        "context": said["max_position_embeddings"],
+        "vocab": said["vocab_size"],
+        "norm_epsilon": said["rms_norm_eps"],
+        "rope_theta": float(rope.get("rope_theta", said.get("rope_theta", 10_000.0))),
+        "tied": said.get("tie_word_embeddings", False),
+        "norm": "rms",
+        "positions": "rotary",
+        "mlp": "swiglu",
+        "bias": False,
+    }
+
+
+def _of_llama(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
+    return gpt.GPTConfig(**{**_llama_fields(said), **changes})
+
+
+def _of_qwen3(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
+    return gpt.GPTConfig(**{**_llama_fields(said), "query_key_norm": True, **changes})
+
+
+def _of_mixtral(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
+    more = {
+        "experts": said["num_local_experts"],
+        "router": sl.experts.TopK(said["num_experts_per_tok"]),
+    }
+    return moe.MoEConfig(**{**_llama_fields(said), **more, **changes})
+
+
+def _of_qwen3_moe(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
+    _check(said, "norm_topk_prob", True)
+    _check(said, "decoder_sparse_step", 1)
+    # The later of two versions has Mixtral's name for it.
+    experts = "num_experts" if "num_experts" in said else "num_local_experts"
+    more = {
+        "experts": said[experts],
+        "expert_hidden": said["moe_intermediate_size"],
+        "router": sl.experts.TopK(said["num_experts_per_tok"]),
+        "query_key_norm": True,
+    }
+    return moe.MoEConfig(**{**_llama_fields(said), **more, **changes})
+
+
+def _check(said: Mapping[str, Any], field: str, *known: Any) -> None:
+    """Refuse a value of a configuration that is none of those that are known."""
+    if said.get(field, known[0]) not in known:
+        raise ValueError(
+            f"`config.json` has `{field}` {said[field]!r}; the models here know "
+            f"{' and '.join(map(repr, known))}."
+        )
+
+
+_CONFIGS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], gpt.GPTConfig]] = {
+    "gpt2": _of_gpt2,
+    "llama": _of_llama,
+    "mistral": _of_llama,
+    "mixtral": _of_mixtral,
+    "qwen3": _of_qwen3,
+    "qwen3_moe": _of_qwen3_moe,
+}
+
+_SCALE = "embed -> layers embed"
+_QUERY = "(heads head_dim) embed -> layers heads head_dim embed"
+
+
+def _gpt2(config: gpt.GPTConfig, prefix: str) -> Table:
+    """GPT-2's names. Its matrices have the inputs first, and one has queries, keys and values."""
+    layer = prefix + "h.{layers}."
+    rules = [
+        Rule(prefix + "wte.weight", "embedding", "vocab embed -> vocab embed"),
+        Rule(prefix + "wpe.weight", "positions", "position embed -> position embed"),
+        Rule(layer + "attn.c_proj.weight", "blocks/attention/output/kernel",
+             "(heads head_dim) embed -> layers embed heads head_dim"),
+        Rule(layer + "attn.c_proj.bias", "blocks/attention/output/bias", _SCALE),
+        Rule(layer + "mlp.c_fc.weight", "blocks/mlp/up/kernel", "embed mlp -> layers mlp embed"),
+        Rule(layer + "mlp.c_fc.bias", "blocks/mlp/up/bias", "mlp -> layers mlp"),
+        Rule(layer + "mlp.c_proj.weight", "blocks/mlp/down/kernel",
+             "mlp embed -> layers embed mlp"),
+        Rule(layer + "mlp.c_proj.bias", "blocks/mlp/down/bias", _SCALE),
+    ]  # fmt: skip
+    for number, name in enumerate(("query", "key", "value")):
+        part = Part("three", number, 3)
+        rules += [
+            Rule(layer + "attn.c_attn.weight", f"blocks/attention/{name}/kernel",
+                 "embed (three heads head_dim) -> layers heads head_dim embed", part),
+            Rule(layer + "attn.c_attn.bias", f"blocks/attention/{name}/bias",
+                 "(three heads head_dim) -> layers heads head_dim", part),
+        ]  # fmt: skip
+    for theirs, ours in (("ln_1", "attention_norm"), ("ln_2", "mlp_norm")):
+        rules += [
+            Rule(layer + theirs + ".weight", f"blocks/{ours}/scale", _SCALE),
+            Rule(layer + theirs + ".bias", f"blocks/{ours}/bias", _SCALE),
+        ]
+    for kind, name in (("weight", "scale"), ("bias", "bias")):
+        rules.append(Rule(f"{prefix}ln_f.{kind}", f"norm/{name}", "embed -> embed"))
+    # Masks, which early versions saved with the weights.
+    ignored = [r".*\.attn\.(masked_)?bias"]
+    return _with_head(config, rules, ignored)
+
+
+def _llama(config: gpt.GPTConfig, prefix: str) -> Table:
+    """The names of Llama and its kind."""
+    layer = prefix + "layers.{layers}."
+    sparse = isinstance(config, moe.MoEConfig)
+    block = "blocks/expert/" if sparse else "blocks/"
+    rules = [
+        Rule(prefix + "embed_tokens.weight", "embedding", "vocab embed -> vocab embed"),
+        Rule(prefix + "norm.weight", "norm/scale", "embed -> embed"),
+        Rule(layer + "input_layernorm.weight", block + "attention_norm/scale", _SCALE),
+        Rule(layer + "post_attention_layernorm.weight", block + "mlp_norm/scale", _SCALE),
+        Rule(layer + "self_attn.o_proj.weight", block + "attention/output/kernel",
+             "embed (heads head_dim) -> layers embed heads head_dim"),
+    ]  # fmt: skip
+    for letter, name in (("q", "query"), ("k", "key"), ("v", "value")):
+        kernel = f"{block}attention/{name}/kernel"
+        rules.append(Rule(f"{layer}self_attn.{letter}_proj.weight", kernel, _QUERY))
+    if config.query_key_norm:
+        for letter, name in (("q", "query"), ("k", "key")):
+            scale, form = f"{block}attention/{name}_norm/scale", "head_dim -> layers head_dim"
+            rules.append(Rule(f"{layer}self_attn.{letter}_norm.weight", scale, form))
+    rules += _mixed(config, layer, block) if sparse else _gated(layer, block)
+    return _with_head(config, rules, [r".*\.rotary_emb\.inv_freq"])
+
+
+def _gated(layer: str, block: str) -> list[Rule]:
+    """An MLP's three matrices."""
+    rules = []
+    for name in ("up", "gate", "down"):
+        form = "mlp embed -> layers mlp embed"
+        if name == "down":
+            form = "embed mlp -> layers embed mlp"
+        rules.append(Rule(f"{layer}mlp.{name}_proj.weight", f"{block}mlp/{name}/kernel", form))
+    return rules
+
+
+def _mixed(config: Any, layer: str, block: str) -> list[Rule]:
+    """A router, and the three matrices of each expert."""
+    # Mixtral's names are its own; those with norms of queries and keys are Qwen's.
+    experts, names = "mlp.", {"up": "up_proj", "gate": "gate_proj", "down": "down_proj"}
+    if not config.query_key_norm:
+        experts, names = "block_sparse_moe.", {"up": "w3", "gate": "w1", "down": "w2"}
+    router = "routes embed -> layers embed routes"
+    rules = [Rule(f"{layer}{experts}gate.weight", block + "mlp/router", router)]
+    for ours, theirs in names.items():
+        form = "mlp embed -> layers experts embed mlp"
+        if ours == "down":
+            form = "embed mlp -> layers experts mlp embed"
+        name = layer + experts + "experts.{experts}." + theirs + ".weight"
+        rules.append(Rule(name, f"{block}mlp/{ours}", form))
+    return rules
+
+
+def _with_head(config: gpt.GPTConfig, rules: list[Rule], ignored: list[str]) -> Table:
+    """The rules with that of the head, which may be the embedding."""
+    if config.tied:
+        ignored = [*ignored, r"lm_head\.weight"]
+    else:
+        rules = [*rules, Rule("lm_head.weight", "head", "vocab embed -> vocab embed")]
+    return Table(tuple(rules), tuple(ignored), {"vocab": config.vocab})

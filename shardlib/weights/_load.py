@@ -1,0 +1,183 @@
+"""From files to parameters: a tensor at a time, and each device what it is to have of it."""
+
+import difflib
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from shardlib._tree import map_named, named_leaves
+from shardlib.checks import _arrays as check_arrays
+from shardlib.step._state import State, combine
+from shardlib.weights._table import Rule, Table, rules_by_path
+from shardlib.weights._tensor_files import TensorFiles, open_tensors
+
+OP = "load"
+Loaded = TypeVar("Loaded")
+Index = tuple[slice, ...]
+
+
+def load(source: str | Path | TensorFiles, like: Loaded, table: Table) -> Loaded:
+    """Parameters from files, with the shapes, the dtypes and the shardings of others.
+
+    Tensors are read one after the other, and each device is sent its part, so that the host has
+    little more than one tensor in memory.
+
+    Args:
+        source: a safetensors file, a folder of them, or what `open_tensors` gives.
+        like: a state, of which the parameters are replaced; or a tree of arrays, or of their shapes
+            and shardings.
+        table: which tensors make up which parameters.
+
+    >>> import tempfile
+    >>> folder, tree = tempfile.mkdtemp(), {"kernel": jnp.arange(6.0).reshape(2, 3)}
+    >>> table = Table((Rule("w.{layers}", "kernel", "in -> layers in"),))
+    >>> _ = save(folder, tree, table)
+    >>> load(folder, jax.tree.map(jnp.zeros_like, tree), table)["kernel"].tolist()
+    [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    """
+    files = source if isinstance(source, TensorFiles) else open_tensors(source)
+    if isinstance(like, State):
+        loaded = load(files, combine(like.params, like.frozen), table)
+        return like.with_weights(loaded)
+    leaves = dict(named_leaves(like))
+    rules = rules_by_path(OP, table, leaves)
+    for path, leaf in leaves.items():
+        _check_leaf(path, leaf)
+    _check_tensors(files, table, rules, leaves)
+
+    def loaded_leaf(path: str, leaf: Any) -> jax.Array:
+        sizes = table.sizes_of(rules[path], leaf.shape)
+        return _Parameter(files, rules[path], sizes, leaf).loaded()
+
+    return map_named(loaded_leaf, like)
+
+
+def _check_leaf(path: str, leaf: Any) -> None:
+    """Refuse what has no shape and dtype."""
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        check_arrays.array(OP, path, leaf)
+
+
+def _check_tensors(
+    files: TensorFiles, table: Table, rules: Mapping[str, Rule], leaves: Mapping[str, Any]
+) -> None:
+    """Refuse files that lack tensors, have others, or have them in other shapes."""
+    wanted: dict[str, str] = {}
+    for path, rule in rules.items():
+        sizes = table.sizes_of(rule, leaves[path].shape)
+        expected = rule.tensor_shape(sizes)
+        for place in rule.places(sizes):
+            name = rule.name_at(place)
+            wanted[name] = path
+            found = files.tensors.get(name)
+            if found is not None and found.shape != expected:
+                raise ValueError(
+                    f"`{name}` is of shape {found.shape}, and `{path}` of shape "
+                    f"{leaves[path].shape} takes {expected}, which is "
+                    f"{rule.form.partition('->')[0].strip()} of {_sizes_text(rule, sizes)}. Make "
+                    "the model with the sizes that the files have."
+                )
+    missing = [name for name in wanted if name not in files.tensors]
+    if missing:
+        near = difflib.get_close_matches(missing[0], files.tensors, 3, 0.5)
+        hint = f" The nearest are {', '.join(near)}." if near else ""
+        raise ValueError(
+            f"The files have no `{missing[0]}`, of which `{wanted[missing[0]]}` is made; "
+            f"{len(missing)} of {len(wanted)} tensors are missing.{hint}"
+        )
+    others = [name for name in files.tensors if name not in wanted and not table.is_ignored(name)]
+    if others:
+        raise ValueError(
+            f"The files have {len(others)} tensors that no parameter is made of, such as "
+            f"`{others[0]}`: they are of another model. What is meant to be left out, the table "
+            "names: `Table(ignored=(...))`."
+        )
+
+
+def _sizes_text(rule: Rule, sizes: Mapping[str, int]) -> str:
+    """The sizes of the dims of a tensor."""
+    dims = [dim for group in rule.groups for dim in group]
+    return ", ".join(f"{dim}={sizes[dim]}" for dim in dims)
+
+
+class _Parameter:
+    """One parameter, as it is read.
+
+    - `files`: that have its tensors.
+    - `rule`: which these are.
+    - `sizes`: of the dims of the tensors.
+    - `leaf`: has the shape, the dtype and the sharding.
+    """
+
+    def __init__(self, files: TensorFiles, rule: Rule, sizes: Mapping[str, int], leaf: Any) -> None:
+        self.files, self.rule, self.sizes, self.leaf = files, rule, sizes, leaf
+
+    def loaded(self) -> jax.Array:
+        """The parameter on its devices."""
+        shape, sharding = self.leaf.shape, self.leaf.sharding
+        if sharding is None:
+            sharding = SingleDeviceSharding(jax.devices()[0])
+        devices_by_index: dict[Any, list[jax.Device]] = defaultdict(list)
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+            devices_by_index[bounds].append(device)
+        shards = {}
+        for bounds, devices in devices_by_index.items():
+            index = tuple(slice(*ends) for ends in bounds)
+            memory = sharding.memory_kind
+            places = [SingleDeviceSharding(device, memory_kind=memory) for device in devices]
+            for device, shard in zip(devices, self._shards(index, places), strict=True):
+                shards[device] = shard
+        arrays = [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
+        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+    def _shards(self, index: Index, places: list[Any]) -> list[jax.Array]:
+        """A part of the parameter, on each of some devices."""
+        by_dim = dict(zip(self.rule.dims, index, strict=True))
+        counted = [by_dim[dim] for dim in self.rule.counters]
+        inner = tuple(by_dim[dim] for dim in self.rule.inner)
+        if not counted:
+            return [jax.device_put(self._piece((), inner), place) for place in places]
+        shape = tuple(part.stop - part.start for part in index)
+        zeros = partial(jnp.zeros, shape, self.leaf.dtype)
+        shards = [jax.jit(zeros, out_shardings=place)() for place in places]
+        put = jax.jit(self._put, donate_argnums=0)
+        for offset in np.ndindex(*[part.stop - part.start for part in counted]):
+            place = tuple(part.start + one for part, one in zip(counted, offset, strict=True))
+            if not self._exists(place):
+                continue
+            piece = self._piece(place, inner)
+            for number, where in enumerate(places):
+                shards[number] = put(shards[number], jax.device_put(piece, where), offset)
+            # The next piece is read when this one is no longer needed.
+            jax.block_until_ready(shards)
+        return shards
+
+    def _exists(self, place: tuple[int, ...]) -> bool:
+        """Whether the files have a tensor for a place, or the parameter has more places."""
+        sizes = [self.sizes[dim] for dim in self.rule.counters]
+        return all(one < size for one, size in zip(place, sizes, strict=True))
+
+    def _piece(self, place: tuple[int, ...], inner: Index) -> np.ndarray:
+        """What a tensor has of a part of the parameter, zeros where it has nothing."""
+        tensor = self.rule.opened(self.files.read(self.rule.name_at(place)), self.sizes)
+        piece = np.asarray(tensor[inner]).astype(self.leaf.dtype)
+        missing = [
+            (0, part.stop - part.start - size)
+            for part, size in zip(inner, piece.shape, strict=True)
+        ]
+        return np.pad(piece, missing)
+
+    def _put(self, shard: jax.Array, piece: jax.Array, offset: tuple[Any, ...]) -> jax.Array:
+        """A shard with a piece at its place along the counted dims."""
+        by_counter = dict(zip(self.rule.counters, offset, strict=True))
+        starts = [by_counter.get(dim, 0) for dim in self.rule.dims]
+        new_dims = [k for k, dim in enumerate(self.rule.dims) if dim in by_counter]
+        return jax.lax.dynamic_update_slice(shard, jnp.expand_dims(piece, new_dims), starts)

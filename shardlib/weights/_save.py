@@ -1,0 +1,187 @@
+"""From parameters to files that other frameworks read: a tensor at a time."""
+
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shardlib._tree import named_leaves
+from shardlib.checks import _arguments as check
+from shardlib.step._layer_order import reordered
+from shardlib.step._state import State, combine
+from shardlib.weights._table import Rule, Table, rules_by_path
+from shardlib.weights._tensor_files import DTYPES, INDEX, SINGLE
+
+OP = "save"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class _Tensor(NamedTuple):
+    """A tensor that is to be written.
+
+    - `name`, `dtype`, `shape`: as the header has them.
+    - `rules`: with the paths of the parameters that it is made of, one unless these are parts.
+    - `place`: of the tensor, along the dims that its name counts.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    rules: tuple[tuple[str, Rule], ...]
+    place: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many bytes it takes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def save(
+    folder: str | Path,
+    parameters: Any,
+    table: Table,
+    *,
+    dtype: Any = None,
+    file_size: int | str = "5GB",
+) -> list[Path]:
+    """Write parameters as safetensors, under the names and in the forms of a table.
+
+    Args:
+        folder: is made if it is not there. One file, or several and an index, are written into it.
+        parameters: a state, or a tree of arrays.
+        table: which tensors make up which parameters.
+        dtype: of the tensors, such as `"bfloat16"`; by default that of the parameters.
+        file_size: how large a file is at most, unless it has one tensor.
+
+    Returns:
+        The files.
+    """
+    check.kind(OP, "folder", folder, str | Path, "the path of a folder")
+    takes = 'the bytes of a file: a number, or text such as `"5GB"`'
+    most = check.size(OP, "file_size", file_size, takes)
+    if isinstance(parameters, State):
+        parameters = _of_model(parameters)
+    leaves = dict(named_leaves(parameters))
+    tensors = _tensors(table, rules_by_path(OP, table, leaves), leaves, dtype)
+    groups = _by_file(tensors, most)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(groups) == 1:
+        _write(folder / SINGLE, groups[0], leaves, table)
+        return [folder / SINGLE]
+    files, by_name = [], {}
+    for number, group in enumerate(groups):
+        file = folder / f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+        _write(file, group, leaves, table)
+        files.append(file)
+        by_name |= {tensor.name: file.name for tensor in group}
+    index = {
+        "metadata": {"total_size": sum(tensor.size for tensor in tensors)},
+        "weight_map": by_name,
+    }
+    _replace(folder / INDEX, json.dumps(index, indent=2).encode())
+    return [*files, folder / INDEX]
+
+
+def _of_model(state: State) -> Any:
+    """The parameters of a state, with layers in the order of the model."""
+    natural = reordered(state, natural=True)
+    return combine(natural.params, natural.frozen)
+
+
+def _tensors(
+    table: Table, rules: Mapping[str, Rule], leaves: Mapping[str, Any], dtype: Any
+) -> list[_Tensor]:
+    """What is to be written, in the order of the rules; parts of a tensor are together."""
+    makers: dict[str, list[tuple[str, Rule]]] = defaultdict(list)
+    found: dict[str, _Tensor] = {}
+    for path, rule in rules.items():
+        leaf = leaves[path]
+        sizes = table.sizes_of(rule, leaf.shape)
+        kind = np.dtype(leaf.dtype if dtype is None else jax.numpy.dtype(dtype))
+        if kind not in _NAMES:
+            raise ValueError(f"`save`: `{path}` is of dtype {kind}, which safetensors has not.")
+        for place in rule.places(sizes):
+            name = rule.name_at(place)
+            makers[name].append((path, rule))
+            shape = rule.tensor_shape(sizes)
+            if name in found and found[name].shape != shape:
+                raise ValueError(f"`save`: two rules give `{name}` different shapes.")
+            found[name] = _Tensor(name, kind, shape, (), place)
+    for name, of in makers.items():
+        _check_parts(name, of)
+        found[name] = found[name]._replace(rules=tuple(of))
+    return list(found.values())
+
+
+def _check_parts(name: str, makers: list[tuple[str, Rule]]) -> None:
+    """Refuse a tensor of which a part is made by no parameter, or by two."""
+    parts = [rule.part for _, rule in makers]
+    if parts == [None]:
+        return
+    numbers = sorted(-1 if part is None else part.number for part in parts)
+    count = parts[0].count if parts[0] is not None else 1
+    if numbers != list(range(count)):
+        paths = ", ".join(f"`{path}`" for path, _ in makers)
+        raise ValueError(f"`save`: {paths} do not make up `{name}` part by part.")
+
+
+def _by_file(tensors: Iterable[_Tensor], most: int) -> list[list[_Tensor]]:
+    """Tensors one after the other, as many in a file as it may have."""
+    groups: list[list[_Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.size > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.size
+    return groups
+
+
+def _write(file: Path, tensors: list[_Tensor], leaves: Mapping[str, Any], table: Table) -> None:
+    """A file of some tensors. It has its name once it is complete."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        offsets = [end, end + tensor.size]
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": offsets,
+        }
+        end += tensor.size
+    text = json.dumps(header).encode()
+    # Numbers begin at a multiple of eight bytes.
+    text += b" " * (-len(text) % 8)
+    unfinished = file.with_name(file.name + ".unfinished")
+    with unfinished.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            opened.write(_numbers(tensor, leaves, table).tobytes())
+    unfinished.replace(file)
+
+
+def _numbers(tensor: _Tensor, leaves: Mapping[str, Any], table: Table) -> np.ndarray:
+    """A tensor, of the parameters that it is made of."""
+    made = np.zeros(tensor.shape, tensor.dtype)
+    for path, rule in tensor.rules:
+        leaf = leaves[path]
+        sizes = table.sizes_of(rule, leaf.shape)
+        at = dict(zip(rule.counters, tensor.place, strict=True))
+        index = tuple(at.get(dim, slice(0, sizes[dim])) for dim in rule.dims)
+        # Counted dims are gone from the part, and the others are in the order of the parameter.
+        rule.opened(made, sizes)[...] = np.asarray(jax.device_get(leaf[index]))
+    return made
+
+
+def _replace(file: Path, text: bytes) -> None:
+    """A file with another text."""
+    unfinished = file.with_name(file.name + ".unfinished")
+    unfinished.write_bytes(text)
+    unfinished.replace(file)
