@@ -462,6 +462,16 @@ CALLS: tuple[Call, ...] = (
     fingerprint="'f'"),
     _call("sl.data.Sequences", "tokens", length="8", batch="2", seed="0", documents="'cut'",
     also={"seed": _OPTIONAL}),
+    # Weights
+    _call("sl.weights.Part", "'two'", "0", "2"),
+    _call("sl.weights.Rule", "'h.{{layers}}.w'", "'w'", "'in -> layers in'", "None",
+          also={"at3": _OPTIONAL}),
+    _call("sl.weights.Table", "()", ignored="('x',)", sizes="{'vocab': 8}"),
+    _call("sl.weights.save", "folder()", "{'w': ones(2, 3)}", "names", dtype="'bfloat16'",
+          file_size="'5GB'", also={"at1": ("any",), "dtype": ("none", "class")}, slow=True),
+    _call("sl.weights.open_tensors", "files[0]", also={"at0": ("text",)}),
+    _call("sl.weights.load", "files[0]", "{'w': ones(2, 3)}", "names",
+          also={"at0": ("text",), "at1": ("any",)}, slow=True),
     # Testing
     _call("sl.testing.mesh_shapes", "('data', 'model')", devices="8", also={"at0": ("list",),
     "devices": _OPTIONAL}),
@@ -554,6 +564,8 @@ def namespace() -> dict[str, Any]:
         )
 
     checkpoints = sl.Checkpoints(_folder())
+    names = sl.weights.Table((sl.weights.Rule("h.{layers}.w", "w", "in -> layers in"),))
+    files = sl.weights.save(_folder(), {"w": _ones(2, 3)}, names)
     checkpoints.save(state)
     checkpoints.wait()
     return {
@@ -593,6 +605,8 @@ def namespace() -> dict[str, Any]:
         "table": table,
         "timeline": sl.pipeline.simulate(table),
         "checkpoints": checkpoints,
+        "names": names,
+        "files": files,
         "tokens": tokens,
         "decoder": sl.planning.Decoder(layers=2, width=64, heads=4, sequence=32, vocab=256),
         "corpus": sl.data.Corpus("text.txt"),

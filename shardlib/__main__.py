@@ -1,4 +1,4 @@
-"""The command line: `python -m shardlib plan ...` and `python -m shardlib pipeline ...`."""
+"""The command line: `python -m shardlib plan ...`, `pipeline ...` and `weights ...`."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from shardlib.pipeline.schedules import _command as pipeline
 from shardlib.planning import _command as plan
+from shardlib.weights import _command as weights
 
 
 def parser() -> argparse.ArgumentParser:
@@ -16,6 +17,7 @@ def parser() -> argparse.ArgumentParser:
     commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
     plan.add_command(commands)
     pipeline.add_command(commands)
+    weights.add_command(commands)
     return main_parser
 
 

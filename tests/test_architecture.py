@@ -108,6 +108,7 @@ LAYERS = [
         "_microbatch _remat_advice _report _plan _questions _command _context_costs",
     ),
     ("", "context"),
+    ("weights", "_tensor_files _table _load _save _command"),
     ("", "__main__ launch"),
     ("testing", "_traces _assert _oracle _compare"),
 ]

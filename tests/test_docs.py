@@ -67,6 +67,7 @@ def elsewhere(tmp_path, monkeypatch):
     "docs/how-to/models.md",
     "docs/how-to/own-model.md",
     "docs/how-to/resume.md",
+    "docs/how-to/weights.md",
     "docs/kernels.md",
     "docs/pipelines.md",
     "docs/plan.md",
@@ -215,6 +216,7 @@ def test_docs_reference_lists_every_public_name():
             shardlib.pipeline,
             shardlib.planning,
             shardlib.testing,
+            shardlib.weights,
         )
         for name, value in vars(module).items()
         if not name.startswith("_") and (value is shardlib.rules or not inspect.ismodule(value))

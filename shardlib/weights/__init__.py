@@ -1,10 +1,4 @@
-"""Weights in files that other frameworks write and read: safetensors, by a table of names and forms.
-
->>> import shardlib as sl
->>> rule = sl.weights.Rule("h.{layers}.w", "blocks/kernel", "(heads size) in -> layers heads size in")
->>> sl.weights.Table((rule,)).rules[0].counters
-('layers',)
-"""
+"""Weights in safetensors files, which other frameworks write and read, by a table of names."""
 
 from shardlib.weights._load import load as load
 from shardlib.weights._save import save as save

@@ -35,10 +35,10 @@ def load(source: str | Path | TensorFiles, like: Loaded, table: Table) -> Loaded
             and shardings.
         table: which tensors make up which parameters.
 
-    >>> import tempfile
+    >>> import tempfile, shardlib as sl
     >>> folder, tree = tempfile.mkdtemp(), {"kernel": jnp.arange(6.0).reshape(2, 3)}
     >>> table = Table((Rule("w.{layers}", "kernel", "in -> layers in"),))
-    >>> _ = save(folder, tree, table)
+    >>> _ = sl.weights.save(folder, tree, table)
     >>> load(folder, jax.tree.map(jnp.zeros_like, tree), table)["kernel"].tolist()
     [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 from shardlib.step._layer_order import reordered
 from shardlib.step._state import State, combine
 from shardlib.weights._table import Rule, Table, rules_by_path
@@ -61,7 +62,7 @@ def save(
     Returns:
         The files.
     """
-    check.kind(OP, "folder", folder, str | Path, "the path of a folder")
+    folder = check.path(OP, "folder", folder, "the path of a folder").expanduser()
     takes = 'the bytes of a file: a number, or text such as `"5GB"`'
     most = check.size(OP, "file_size", file_size, takes)
     if isinstance(parameters, State):
@@ -69,7 +70,6 @@ def save(
     leaves = dict(named_leaves(parameters))
     tensors = _tensors(table, rules_by_path(OP, table, leaves), leaves, dtype)
     groups = _by_file(tensors, most)
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if len(groups) == 1:
         _write(folder / SINGLE, groups[0], leaves, table)
@@ -98,12 +98,13 @@ def _tensors(
     table: Table, rules: Mapping[str, Rule], leaves: Mapping[str, Any], dtype: Any
 ) -> list[_Tensor]:
     """What is to be written, in the order of the rules; parts of a tensor are together."""
+    asked = None if dtype is None else check_arrays.dtype(OP, "dtype", dtype)
     makers: dict[str, list[tuple[str, Rule]]] = defaultdict(list)
     found: dict[str, _Tensor] = {}
     for path, rule in rules.items():
         leaf = leaves[path]
         sizes = table.sizes_of(rule, leaf.shape)
-        kind = np.dtype(leaf.dtype if dtype is None else jax.numpy.dtype(dtype))
+        kind = asked or np.dtype(leaf.dtype)
         if kind not in _NAMES:
             raise ValueError(f"`save`: `{path}` is of dtype {kind}, which safetensors has not.")
         for place in rule.places(sizes):

@@ -88,15 +88,15 @@ class TensorFiles:
 def open_tensors(path: str | Path) -> TensorFiles:
     """The tensors in a safetensors file, or in a folder with one file or with an index of several.
 
-    >>> import numpy as np, safetensors.numpy, tempfile
-    >>> folder = tempfile.mkdtemp()
-    >>> safetensors.numpy.save_file({"w": np.ones((2, 3), "f")}, folder + "/model.safetensors")
-    >>> open_tensors(folder).read("w").sum()
-    np.float32(6.0)
+    >>> import tempfile, shardlib as sl
+    >>> table = sl.weights.Table((sl.weights.Rule("w", "kernel", "in -> in"),))
+    >>> files = sl.weights.save(tempfile.mkdtemp(), {"kernel": np.ones(6, "f")}, table)
+    >>> open_tensors(files[0]).tensors["w"].shape
+    (6,)
     """
-    check.kind(OP, "path", path, str | Path, "the path of a file or of a folder")
+    checked = check.path(OP, "path", path, "the path of a file or of a folder")
     found: dict[str, Tensor] = {}
-    for file in _files(Path(path)):
+    for file in _files(checked.expanduser()):
         for name, tensor in _tensors(file):
             if name in found:
                 raise ValueError(f"`{name}` is in {found[name].file.name} and in {file.name}.")

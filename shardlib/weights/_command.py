@@ -1,0 +1,83 @@
+"""`shardlib weights show` and `diff`: what is in files, and where two of them differ."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from shardlib.weights._tensor_files import TensorFiles, open_tensors
+
+# Numbers are compared so many at a time.
+_PIECE = 2**22
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `weights` to the commands of a parser."""
+    parser = commands.add_parser("weights", help="what is in safetensors files")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="list the tensors of a file or a folder")
+    show.add_argument("path", help="a safetensors file, or a folder of them")
+    show.set_defaults(run=_show)
+    diff = actions.add_parser("diff", help="compare the tensors of two files or folders")
+    diff.add_argument("path")
+    diff.add_argument("other")
+    diff.set_defaults(run=_diff)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """List names, dtypes and shapes, and how much it is together."""
+    try:
+        files = open_tensors(arguments.path)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    tensors = files.tensors
+    width = max((len(name) for name in tensors), default=0)
+    for name, tensor in tensors.items():
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        print(f"{name:{width}}  {tensor.dtype.name:14}  {shape}")
+    count = sum(tensor.size // tensor.dtype.itemsize for tensor in tensors.values())
+    size = sum(tensor.size for tensor in tensors.values())
+    print(f"{len(tensors):,} tensors, {count:,} numbers, {size / 1e9:.3f} GB")
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    """Say in which tensors two models differ; the exit code is 1 if they do."""
+    try:
+        one, other = open_tensors(arguments.path), open_tensors(arguments.other)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    lines = list(differences(one, other))
+    print("\n".join(lines) or f"{len(one.tensors):,} tensors, all equal.")
+    return 1 if lines else 0
+
+
+def differences(one: TensorFiles, other: TensorFiles) -> Iterator[str]:
+    """A line for each tensor that is not the same in both."""
+    for name in sorted({*one.tensors, *other.tensors}):
+        mine, theirs = one.tensors.get(name), other.tensors.get(name)
+        if mine is None or theirs is None:
+            yield f"{name}: only in the {'second' if mine is None else 'first'}"
+        elif (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+            yield f"{name}: {mine.dtype} {mine.shape}, and {theirs.dtype} {theirs.shape}"
+        else:
+            distance = _distance(one.read(name), other.read(name))
+            if distance is not None:
+                yield f"{name}: differs by {distance:.3g} at most"
+
+
+def _distance(mine: np.ndarray, theirs: np.ndarray) -> float | None:
+    """How far two tensors are apart at most; None if they are the same, bit for bit."""
+    mine, theirs = mine.reshape(-1), theirs.reshape(-1)
+    worst: float | None = None
+    for first in range(0, mine.size, _PIECE):
+        a, b = mine[first : first + _PIECE], theirs[first : first + _PIECE]
+        if not np.array_equal(a.view(np.uint8), b.view(np.uint8)):
+            apart = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
+            # What is no number is as far apart as can be.
+            apart = np.inf if np.isnan(apart) else float(apart)
+            worst = apart if worst is None else max(worst, apart)
+    return worst
