@@ -45,7 +45,8 @@ def load(source: str | Path | TensorFiles, like: Loaded, table: Table) -> Loaded
     files = source if isinstance(source, TensorFiles) else open_tensors(source)
     if isinstance(like, State):
         loaded = load(files, combine(like.params, like.frozen), table)
-        return like.with_weights(loaded)
+        state: Any = like.with_weights(loaded)
+        return state
     leaves = dict(named_leaves(like))
     rules = rules_by_path(OP, table, leaves)
     for path, leaf in leaves.items():
@@ -124,8 +125,9 @@ class _Parameter:
         shape, sharding = self.leaf.shape, self.leaf.sharding
         if sharding is None:
             sharding = SingleDeviceSharding(jax.devices()[0])
-        devices_by_index: dict[Any, list[jax.Device]] = defaultdict(list)
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
+        indices: Any = sharding.addressable_devices_indices_map(shape)
+        devices_by_index: dict[Any, list[Any]] = defaultdict(list)
+        for device, index in indices.items():
             bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
             devices_by_index[bounds].append(device)
         shards = {}
@@ -135,7 +137,7 @@ class _Parameter:
             places = [SingleDeviceSharding(device, memory_kind=memory) for device in devices]
             for device, shard in zip(devices, self._shards(index, places), strict=True):
                 shards[device] = shard
-        arrays = [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
+        arrays = [shards[device] for device in indices]
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
     def _shards(self, index: Index, places: list[Any]) -> list[jax.Array]:
