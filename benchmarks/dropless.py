@@ -40,8 +40,8 @@ With `--pods`, by the compilers, some ten minutes:
   `cycle_full` those of a full buffer, 1.25 times as many.
 - `deepseek_...`: DeepSeek-V3's training step on 128 chips of 7x, 4,096 tokens a sequence and 8
   sequences on each of 256 devices, first moments in bfloat16, in two layouts: `fsdp` splits all
-  weights over all devices and gathers them; `experts` has an expert on each device, and takes the
-  sequences in two microbatches.
+  weights over all devices and gathers them, and has the inputs of blocks in the host's memory;
+  `experts` has an expert on each device, and takes the sequences in two microbatches.
   `deepseek_hbm_gib` is the better one's arguments and temporaries.
 
     python -m benchmarks.dropless --json [--trained] [--pods]
@@ -418,12 +418,14 @@ def share_of_even_load(pod: pods.Pod, mesh: jax.sharding.Mesh) -> float:
 def deepseek_step(mesh: jax.sharding.Mesh, layout: str) -> tuple[sl.Step, sl.State, Any]:
     """DeepSeek-V3's training step, its state and its batch, in shapes."""
     rules = sl.rules.experts if layout == "experts" else sl.rules.data
+    # Eight sequences at once keep more inputs of blocks than the device has room for.
+    remat = "full" if layout == "experts" else sl.Remat.offload("block_in")
     strategy = sl.Strategy(
         mesh=mesh,
         rules=rules,
         zero=3,
         precision=sl.Precision("bf16", accumulate="bf16", reduce="bf16", keep=KEPT),
-        remat="full",
+        remat=remat,
         accumulate=2 if layout == "experts" else 1,
     )
     adam = optax.adamw(3e-4, b2=0.95, weight_decay=0.1, mu_dtype=jnp.bfloat16)
