@@ -24,11 +24,34 @@ from shardlib.weights import Part, Rule, Table
 _UNKNOWN: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
-    "rope_scaling": None,
     "use_sliding_window": False,
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
     "mlp_only_layers": [],
+    "partial_rotary_factor": 1.0,
+    "scale_attn_weights": True,
+    "add_cross_attention": False,
+    "quantization_config": None,
+    "use_bidirectional_attention": False,
+}
+# What transformers takes for fields that a configuration leaves out, where that is not nothing.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "router_aux_loss_coef": 0.001,
+    },
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+    },
 }
 
 
@@ -36,16 +59,22 @@ def config(folder: str | Path, **changes: Any) -> gpt.GPTConfig:
     """The configuration of the model in a folder, by its `config.json`."""
     file = Path(folder) / "config.json"
     said = json.loads(file.read_text())
+    if not isinstance(said, dict):
+        raise ValueError(f"{file} is no configuration: it is no JSON object.")
     kind = said.get("model_type")
     if kind not in _CONFIGS:
         known = ", ".join(map(repr, _CONFIGS))
         raise ValueError(f"{file} is of a model of type {kind!r}; known are {known}.")
+    said = {**_DEFAULTS.get(kind, {}), **said}
     for field, absent in _UNKNOWN.items():
-        if said.get(field, absent) != absent:
+        if said.get(field) not in (None, absent):
             raise ValueError(
                 f"{file} has `{field}` {said[field]!r}, which the models here do not know."
             )
-    return _CONFIGS[kind](said, changes)
+    try:
+        return _CONFIGS[kind](said, changes)
+    except KeyError as error:
+        raise ValueError(f"{file} has no `{error.args[0]}`.") from error
 
 
 def model(config: gpt.GPTConfig, rngs: nnx.Rngs) -> gpt.GPT:
@@ -86,20 +115,28 @@ def _of_gpt2(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConf
     return gpt.GPTConfig(**{**fields, **changes})
 
 
-def _llama_fields(said: Mapping[str, Any]) -> dict[str, Any]:
+def _llama_fields(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """What all of Llama's kind have."""
     _check(said, "hidden_act", "silu")
-    window = said.get("sliding_window")
-    if window is not None and window < said["max_position_embeddings"]:
+    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(
+            f"`config.json` has rotary positions of type {kind!r}, which the models here do not "
+            "know."
+        )
+    context = changes.get("context", said["max_position_embeddings"])
+    # Qwen's configurations have a window that is not used.
+    window = said.get("sliding_window") if said.get("use_sliding_window", True) else None
+    kinds = set(said.get("layer_types") or ["full_attention"])
+    if kinds != {"full_attention"} and window is not None:
+        raise ValueError(
+            f"`config.json` has `layer_types` {sorted(kinds)}; known is full attention."
+        )
+    if window is not None and window < context:
         raise ValueError(
             f"`config.json` has a `sliding_window` of {window} tokens, which the models here do "
-            f"not know: they are right for as many. Set it to null, and `context={window}`."
-        )
-    rope = said.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"`config.json` has `rope_parameters` of type {rope['rope_type']!r}, which the models "
-            "here do not know."
+            f"not know. They are right for as many: `hub.config(..., context={window})`."
         )
     return {
         "layers": said["num_hidden_layers"],
@@ -108,7 +145,7 @@ def _llama_fields(said: Mapping[str, Any]) -> dict[str, Any]:
         "kv_heads": said.get("num_key_value_heads"),
         "head_dim": said.get("head_dim"),
         "hidden": said["intermediate_size"],
-        "context": said["max_position_embeddings"],
+        "context": context,
         "vocab": said["vocab_size"],
         "norm_epsilon": said["rms_norm_eps"],
         "rope_theta": float(rope.get("rope_theta", said.get("rope_theta", 10_000.0))),
@@ -121,19 +158,20 @@ def _llama_fields(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_llama(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
-    return gpt.GPTConfig(**{**_llama_fields(said), **changes})
+    return gpt.GPTConfig(**{**_llama_fields(said, changes), **changes})
 
 
 def _of_qwen3(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
-    return gpt.GPTConfig(**{**_llama_fields(said), "query_key_norm": True, **changes})
+    return gpt.GPTConfig(**{**_llama_fields(said, changes), "query_key_norm": True, **changes})
 
 
 def _of_mixtral(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
     more = {
+        "balance": said["router_aux_loss_coef"],
         "experts": said["num_local_experts"],
         "router": sl.experts.TopK(said["num_experts_per_tok"]),
     }
-    return moe.MoEConfig(**{**_llama_fields(said), **more, **changes})
+    return moe.MoEConfig(**{**_llama_fields(said, changes), **more, **changes})
 
 
 def _of_qwen3_moe(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
@@ -142,12 +180,13 @@ def _of_qwen3_moe(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GP
     # The later of two versions has Mixtral's name for it.
     experts = "num_experts" if "num_experts" in said else "num_local_experts"
     more = {
+        "balance": said["router_aux_loss_coef"],
         "experts": said[experts],
         "expert_hidden": said["moe_intermediate_size"],
         "router": sl.experts.TopK(said["num_experts_per_tok"]),
         "query_key_norm": True,
     }
-    return moe.MoEConfig(**{**_llama_fields(said), **more, **changes})
+    return moe.MoEConfig(**{**_llama_fields(said, changes), **more, **changes})
 
 
 def _check(said: Mapping[str, Any], field: str, *known: Any) -> None:
@@ -265,4 +304,8 @@ def _with_head(config: gpt.GPTConfig, rules: list[Rule], ignored: list[str]) -> 
         ignored = [*ignored, r"lm_head\.weight"]
     else:
         rules = [*rules, Rule("lm_head.weight", "head", "vocab embed -> vocab embed")]
-    return Table(tuple(rules), tuple(ignored), {"vocab": config.vocab})
+    sizes = {"vocab": config.vocab}
+    if isinstance(config, moe.MoEConfig):
+        # With `padded_to` there are weights of experts that nobody chooses.
+        sizes["experts"] = config.experts
+    return Table(tuple(rules), tuple(ignored), sizes)

@@ -81,6 +81,11 @@ def test_files_are_those_of_the_reference_implementation(file_size, tmp_path):
             np.testing.assert_array_equal(found[f"h.{layer}.{expert}.up"], up.T)
     assert len(found) == 1 + 4 + 12 == len(open_tensors(tmp_path).tensors)
     assert not list(tmp_path.glob("*.unfinished"))
+    # Another model in the same folder takes the place of this one.
+    save(tmp_path, parameters, TABLE, dtype="bfloat16", file_size=900)
+    read = open_tensors(tmp_path)
+    assert {tensor.dtype.name for tensor in read.tensors.values()} == {"bfloat16"}
+    assert set(reference(tmp_path)) == set(found)
 
 
 @pytest.mark.parametrize("mesh", ["data=1,model=1", "data=2,model=2", "data=4,model=2"])
@@ -288,7 +293,8 @@ BAD = {
     "dtype": ({"header": {"a": entry(dtype="F4")}}, "of dtype 'F4'"),
     "negative": ({"header": {"a": entry(shape=(-2,))}}, "which is no tensor"),
     "size": ({"header": {"a": entry(shape=(3,))}}, "takes 12 bytes, and the header gives it 8"),
-    "huge": ({"header": {"a": entry(shape=(2**62, 2**62))}}, "gives it 8"),
+    "huge": ({"header": {"a": entry(shape=(2**62, 2**62))}}, "which is no tensor"),
+    "huge and none": ({"header": {"a": entry(shape=(0, 2**62))}}, "which is no tensor"),
     "gap": ({"header": {"a": entry(offsets=(4, 12))}}, "begin at byte 4"),
     "overlap": ({"header": {"a": entry(), "b": entry(offsets=(4, 12))}}, "begin at byte 4"),
     "cut short": ({"header": {"a": entry()}, "numbers": b"1234"}, "has 4 bytes of numbers"),
@@ -352,7 +358,7 @@ def test_files_of_another_model_are_refused(tmp_path):
         load(tmp_path, parameters, renamed)
     with pytest.raises(ValueError, match=r"1 tensors that no parameter is made of.*`wte`"):
         less = {"blocks": parameters["blocks"]}
-        load(tmp_path, less, replace(TABLE, rules=TABLE.rules[1:]))
+        load(tmp_path, less, replace(TABLE, rules=TABLE.rules[1:], sizes={}))
     with pytest.raises(ValueError, match="no rule for `more`"):
         load(tmp_path, {**parameters, "more": drawn(2)}, TABLE)
     wider = {**parameters, "embedding": drawn(12, 9)}
@@ -367,12 +373,55 @@ def test_files_of_another_model_are_refused(tmp_path):
         (("w", "w", "in -> in out"), "each dim is there once"),
         (("w.{layers}", "w", "in -> in"), "in braces are on the right"),
         (("w", "w", "in in -> in in"), "each dim is there once"),
+        (("w", "w", "(heads size in -> heads size in"), "an arrow"),
+        (("w.{}", "w", "in -> layers in"), "name the dim that counts"),
         (("w", "w", "in -> in", Part("two", 0, 2)), "that of `part` on the left"),
     ],
 )
 def test_rules_that_say_nothing_are_refused(rule, message):
     with pytest.raises(ValueError, match=message):
         Rule(*rule)
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_refused(tmp_path):
+    table = Table((Rule("w", "w", "in -> in"),))
+    large = {"w": np.array([0.5, 1e6], "f")}
+    with pytest.raises(ValueError, match=r"`w` has numbers up to 1e\+06, which that cannot"):
+        save(tmp_path, large, table, dtype="float16")
+    with pytest.raises(ValueError, match=r"dtype='int8'.*`w` is of dtype float32"):
+        save(tmp_path, large, table, dtype="int8")
+    safetensors.numpy.save_file({"w": np.ones(2, "i1")}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="quantized weights are not known"):
+        load(tmp_path, large, table)
+
+
+def test_tables_with_sizes_of_unknown_dims_are_refused():
+    with pytest.raises(ValueError, match="has `vocabulary`, which is no dim"):
+        replace(TABLE, sizes={"vocabulary": 10})
+
+
+def test_experts_that_nobody_chooses_are_in_no_file(tmp_path):
+    of = replace(config("mixtral"), experts=3, padded_to=4, layers=2)
+    strategy = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.experts | sl.rules.tensor)
+    state = sl.init(lambda: hub.model(of, nnx.Rngs(0)), optax.sgd(1.0), strategy)
+    save(tmp_path, state, hub.table(of))
+    experts = {name.split("experts.")[1][0] for name in reference(tmp_path) if "experts." in name}
+    assert experts == {"0", "1", "2"}
+    found = load(tmp_path, state, hub.table(of)).params["blocks"]["expert"]["mlp"]["up"]
+    own = state.params["blocks"]["expert"]["mlp"]["up"]
+    np.testing.assert_array_equal(found[:, :3], own[:, :3])
+    assert not np.any(found[:, 3])
+
+
+def test_parameters_in_the_memory_of_the_host_are_read_and_written(tmp_path):
+    expected = tree()
+    on_host = jax.tree.map(
+        lambda x: jax.device_put(x, jax.memory.Space.Host), jax.tree.map(jnp.asarray, expected)
+    )
+    save(tmp_path, on_host, TABLE)
+    found = load(tmp_path, on_host, TABLE)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert found["blocks"]["up"].sharding == on_host["blocks"]["up"].sharding
 
 
 def test_parts_that_are_missing_are_refused(tmp_path):
@@ -385,7 +434,18 @@ def test_parts_that_are_missing_are_refused(tmp_path):
     ("said", "message"),
     [
         ({"model_type": "bert"}, "of type 'bert'"),
-        ({"model_type": "llama", "rope_scaling": {"factor": 8.0}}, "`rope_scaling`"),
+        (
+            {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 8.0}},
+            "rotary positions of type 'linear'",
+        ),
+        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "`quantization_config`"),
+        ({"model_type": "gpt2", "scale_attn_weights": False}, "`scale_attn_weights` False"),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "context=4096"),
+        ({"model_type": "llama", "max_position_embeddings": 64}, "has no `num_hidden_layers`"),
+        (
+            {"model_type": "qwen3_moe", "max_position_embeddings": 64},
+            "`norm_topk_prob` False",
+        ),
         ({"model_type": "qwen3", "attention_bias": True}, "`attention_bias` True"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "`hidden_act` 'gelu'"),
         (

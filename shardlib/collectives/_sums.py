@@ -145,7 +145,7 @@ def _gathered(
     row have no such shifts; they are laid out in tiles when all of them are there.
     """
     is_shifted = dim == 0 and x.ndim > 1 and x.shape[0] % _ROWS > 0
-    if not is_shifted or x.size % _ROW_TILE > 0:
+    if not is_shifted or not x.size or x.size % _ROW_TILE > 0:
         return lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
     rows = lax.all_gather(x.reshape(-1), axis, tiled=True, axis_index_groups=groups)
     return rows.reshape(-1, *x.shape[1:])

@@ -76,8 +76,16 @@ def _distance(mine: np.ndarray, theirs: np.ndarray) -> float | None:
     for first in range(0, mine.size, _PIECE):
         a, b = mine[first : first + _PIECE], theirs[first : first + _PIECE]
         if not np.array_equal(a.view(np.uint8), b.view(np.uint8)):
-            apart = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
-            # What is no number is as far apart as can be.
-            apart = np.inf if np.isnan(apart) else float(apart)
+            apart = _apart(a, b)
             worst = apart if worst is None else max(worst, apart)
     return worst
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> float:
+    """How far numbers are apart at most; what is no number is as far as can be."""
+    if a.dtype.kind in "iu":
+        # Modulo the size of the dtype, which is exact.
+        unsigned = f"u{a.dtype.itemsize}"
+        return float((np.maximum(a, b) - np.minimum(a, b)).view(unsigned).max())
+    apart = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
+    return float("inf") if np.isnan(apart) else float(apart)

@@ -62,7 +62,7 @@ def load(source: str | Path | TensorFiles, like: Loaded, table: Table) -> Loaded
 
 def _check_leaf(path: str, leaf: Any) -> None:
     """Refuse what has no shape and dtype."""
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
         check_arrays.array(OP, path, leaf)
 
 
@@ -85,6 +85,11 @@ def _check_tensors(
                     f"{rule.form.partition('->')[0].strip()} of {_sizes_text(rule, sizes)}. Make "
                     "the model with the sizes that the files have."
                 )
+            if found is not None and _is_float(found.dtype) != _is_float(leaves[path].dtype):
+                raise ValueError(
+                    f"`{name}` is of dtype {found.dtype}, and `{path}` of "
+                    f"{leaves[path].dtype}: quantized weights are not known here."
+                )
     missing = [name for name in wanted if name not in files.tensors]
     if missing:
         near = difflib.get_close_matches(missing[0], files.tensors, 3, 0.5)
@@ -100,6 +105,10 @@ def _check_tensors(
             f"`{others[0]}`: they are of another model. What is meant to be left out, the table "
             "names: `Table(ignored=(...))`."
         )
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _sizes_text(rule: Rule, sizes: Mapping[str, int]) -> str:
@@ -122,9 +131,9 @@ class _Parameter:
 
     def loaded(self) -> jax.Array:
         """The parameter on its devices."""
-        shape, sharding = self.leaf.shape, self.leaf.sharding
+        shape, sharding = self.leaf.shape, getattr(self.leaf, "sharding", None)
         if sharding is None:
-            sharding = SingleDeviceSharding(jax.devices()[0])
+            sharding = SingleDeviceSharding(jax.local_devices()[0])
         indices: Any = sharding.addressable_devices_indices_map(shape)
         devices_by_index: dict[Any, list[Any]] = defaultdict(list)
         for device, index in indices.items():
@@ -133,10 +142,12 @@ class _Parameter:
         shards = {}
         for bounds, devices in devices_by_index.items():
             index = tuple(slice(*ends) for ends in bounds)
-            memory = sharding.memory_kind
-            places = [SingleDeviceSharding(device, memory_kind=memory) for device in devices]
-            for device, shard in zip(devices, self._shards(index, places), strict=True):
-                shards[device] = shard
+            places = [SingleDeviceSharding(device) for device in devices]
+            made = self._shards(index, places)
+            for device, shard in zip(devices, made, strict=True):
+                # Some are kept in the memory of the host.
+                at_rest = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+                shards[device] = jax.device_put(shard, at_rest)
         arrays = [shards[device] for device in indices]
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
@@ -146,7 +157,8 @@ class _Parameter:
         counted = [by_dim[dim] for dim in self.rule.counters]
         inner = tuple(by_dim[dim] for dim in self.rule.inner)
         if not counted:
-            return [jax.device_put(self._piece((), inner), place) for place in places]
+            piece = self._piece((), inner)
+            return jax.block_until_ready([jax.device_put(piece, place) for place in places])
         shape = tuple(part.stop - part.start for part in index)
         zeros = partial(jnp.zeros, shape, self.leaf.dtype)
         shards = [jax.jit(zeros, out_shardings=place)() for place in places]
@@ -163,7 +175,7 @@ class _Parameter:
         return shards
 
     def _exists(self, place: tuple[int, ...]) -> bool:
-        """Whether the files have a tensor for a place, or the parameter has more places."""
+        """Whether the files have a tensor for a place; a parameter may have more places."""
         sizes = [self.sizes[dim] for dim in self.rule.counters]
         return all(one < size for one, size in zip(place, sizes, strict=True))
 
@@ -175,7 +187,7 @@ class _Parameter:
             (0, part.stop - part.start - size)
             for part, size in zip(inner, piece.shape, strict=True)
         ]
-        return np.pad(piece, missing)
+        return np.pad(piece, missing) if any(more for _, more in missing) else piece
 
     def _put(self, shard: jax.Array, piece: jax.Array, offset: tuple[Any, ...]) -> jax.Array:
         """A shard with a piece at its place along the counted dims."""

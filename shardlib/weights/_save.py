@@ -13,13 +13,19 @@ import numpy as np
 from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
+from shardlib.layouts._host import to_device
 from shardlib.step._layer_order import reordered
 from shardlib.step._state import State, combine
 from shardlib.weights._table import Rule, Table, rules_by_path
 from shardlib.weights._tensor_files import DTYPES, INDEX, SINGLE
 
 OP = "save"
+_UNFINISHED = ".unfinished"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.floating))
 
 
 class _Tensor(NamedTuple):
@@ -63,6 +69,11 @@ def save(
         The files.
     """
     folder = check.path(OP, "folder", folder, "the path of a folder").expanduser()
+    if jax.process_count() > 1:
+        raise ValueError(
+            "`save` runs in one process, and this run has several: save a checkpoint, and export "
+            "it from a process that has all of its devices."
+        )
     takes = 'the bytes of a file: a number, or text such as `"5GB"`'
     most = check.size(OP, "file_size", file_size, takes)
     if isinstance(parameters, State):
@@ -71,26 +82,41 @@ def save(
     tensors = _tensors(table, rules_by_path(OP, table, leaves), leaves, dtype)
     groups = _by_file(tensors, most)
     folder.mkdir(parents=True, exist_ok=True)
-    if len(groups) == 1:
-        _write(folder / SINGLE, groups[0], leaves, table)
-        return [folder / SINGLE]
-    files, by_name = [], {}
-    for number, group in enumerate(groups):
-        file = folder / f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+    names = [SINGLE]
+    if len(groups) > 1:
+        numbers = range(1, len(groups) + 1)
+        names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in numbers]
+    unfinished = [folder / (name + _UNFINISHED) for name in names]
+    for file, group in zip(unfinished, groups, strict=True):
         _write(file, group, leaves, table)
-        files.append(file)
-        by_name |= {tensor.name: file.name for tensor in group}
+    # An older model in the folder is gone before the first file of this one has its name.
+    for file in _files_of_models(folder):
+        file.unlink()
+    files = [folder / name for name in names]
+    for file, written in zip(files, unfinished, strict=True):
+        written.replace(file)
+    if len(groups) == 1:
+        return files
+    by_name = {}
+    for name, group in zip(names, groups, strict=True):
+        by_name |= {tensor.name: name for tensor in group}
     index = {
         "metadata": {"total_size": sum(tensor.size for tensor in tensors)},
         "weight_map": by_name,
     }
-    _replace(folder / INDEX, json.dumps(index, indent=2).encode())
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
     return [*files, folder / INDEX]
+
+
+def _files_of_models(folder: Path) -> list[Path]:
+    """The files in a folder that have the names of a model's."""
+    single = [file for file in (folder / INDEX, folder / SINGLE) if file.is_file()]
+    return [*single, *folder.glob("model-?????-of-?????.safetensors")]
 
 
 def _of_model(state: State) -> Any:
     """The parameters of a state, with layers in the order of the model."""
-    natural = reordered(state, natural=True)
+    natural = reordered(state.replaced(opt_state=None, errors={}), natural=True)
     return combine(natural.params, natural.frozen)
 
 
@@ -107,12 +133,17 @@ def _tensors(
         kind = asked or np.dtype(leaf.dtype)
         if kind not in _NAMES:
             raise ValueError(f"`save`: `{path}` is of dtype {kind}, which safetensors has not.")
+        if _is_float(kind) != _is_float(leaf.dtype):
+            raise ValueError(
+                f"`save(dtype={kind.name!r})`: `{path}` is of dtype {leaf.dtype}, whose numbers "
+                "that cannot hold."
+            )
         for place in rule.places(sizes):
             name = rule.name_at(place)
             makers[name].append((path, rule))
             shape = rule.tensor_shape(sizes)
-            if name in found and found[name].shape != shape:
-                raise ValueError(f"`save`: two rules give `{name}` different shapes.")
+            if name in found and (found[name].shape, found[name].dtype) != (shape, kind):
+                raise ValueError(f"`save`: two rules give `{name}` different shapes or dtypes.")
             found[name] = _Tensor(name, kind, shape, (), place)
     for name, of in makers.items():
         _check_parts(name, of)
@@ -146,7 +177,7 @@ def _by_file(tensors: Iterable[_Tensor], most: int) -> list[list[_Tensor]]:
 
 
 def _write(file: Path, tensors: list[_Tensor], leaves: Mapping[str, Any], table: Table) -> None:
-    """A file of some tensors. It has its name once it is complete."""
+    """Write a file of some tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -160,12 +191,10 @@ def _write(file: Path, tensors: list[_Tensor], leaves: Mapping[str, Any], table:
     text = json.dumps(header).encode()
     # Numbers begin at a multiple of eight bytes.
     text += b" " * (-len(text) % 8)
-    unfinished = file.with_name(file.name + ".unfinished")
-    with unfinished.open("wb") as opened:
+    with file.open("wb") as opened:
         opened.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
             opened.write(_numbers(tensor, leaves, table).tobytes())
-    unfinished.replace(file)
 
 
 def _numbers(tensor: _Tensor, leaves: Mapping[str, Any], table: Table) -> np.ndarray:
@@ -177,12 +206,13 @@ def _numbers(tensor: _Tensor, leaves: Mapping[str, Any], table: Table) -> np.nda
         at = dict(zip(rule.counters, tensor.place, strict=True))
         index = tuple(at.get(dim, slice(0, sizes[dim])) for dim in rule.dims)
         # Counted dims are gone from the part, and the others are in the order of the parameter.
-        rule.opened(made, sizes)[...] = np.asarray(jax.device_get(leaf[index]))
+        part = np.asarray(jax.device_get(to_device(leaf)[index]))
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = part.astype(tensor.dtype)
+        if tensor.dtype != part.dtype and (np.isfinite(part) & ~np.isfinite(rounded)).any():
+            raise ValueError(
+                f"`save(dtype={tensor.dtype.name!r})`: `{path}` has numbers up to "
+                f"{np.abs(part).max():.4g}, which that cannot hold."
+            )
+        rule.opened(made, sizes)[...] = rounded
     return made
-
-
-def _replace(file: Path, text: bytes) -> None:
-    """A file with another text."""
-    unfinished = file.with_name(file.name + ".unfinished")
-    unfinished.write_bytes(text)
-    unfinished.replace(file)

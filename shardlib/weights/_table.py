@@ -66,6 +66,12 @@ class Rule:
         check.text("Rule", "parameter", self.parameter, "the path of a parameter")
         check.text("Rule", "form", self.form, "dims, such as `(heads size) in -> heads size in`")
         check.kind("Rule", "part", self.part, Part | None, "a `Part`, or None")
+        for name in self.counters:
+            if not name.isidentifier():
+                raise ValueError(
+                    f"`Rule({self.tensor!r}, ...)` has {{{name}}} in braces: name the dim that "
+                    "counts, such as `{layers}`."
+                )
         of_tensor = [dim for group in self.groups for dim in group]
         of_part = [] if self.part is None else [self.part.dim]
         expected = sorted([*of_tensor, *self.counters])
@@ -79,7 +85,8 @@ class Rule:
     @cached_property
     def _sides(self) -> tuple[str, str]:
         left, arrow, right = self.form.partition("->")
-        if not arrow or "(" in right:
+        is_left = re.fullmatch(rf"\s*(({_SIDE.pattern})(\s+|$))*", left)
+        if not arrow or not is_left or re.search(r"[()>]", right):
             raise ValueError(
                 f"`Rule(form={self.form!r})` takes the dims of a tensor, an arrow and those of a "
                 "parameter, such as `(heads size) in -> heads size in`."
@@ -100,7 +107,11 @@ class Rule:
     @cached_property
     def counters(self) -> tuple[str, ...]:
         """The dims of the parameter along which each tensor has one place."""
-        return tuple(name for _, name, _, _ in string.Formatter().parse(self.tensor) if name)
+        try:
+            fields = list(string.Formatter().parse(self.tensor))
+        except ValueError as error:
+            raise ValueError(f"`Rule({self.tensor!r}, ...)`: {error}.") from error
+        return tuple(name for _, name, _, _ in fields if name is not None)
 
     @cached_property
     def inner(self) -> tuple[str, ...]:
@@ -158,7 +169,12 @@ class Table:
         for rule in self.rules:
             check.kind("Table", "rules", rule, Rule, "a tuple of `Rule`s")
         check.patterns("Table", "ignored", self.ignored)
-        check.kind("Table", "sizes", self.sizes, Mapping, "the size of each dim by its name")
+        takes = "the size of dims by their names"
+        known = {dim for rule in self.rules for dim in rule.dims}
+        for dim, size in check.kind("Table", "sizes", self.sizes, Mapping, takes).items():
+            check.whole("Table", "sizes", size, takes, least=1)
+            if dim not in known:
+                raise ValueError(f"`Table(sizes=...)` has `{dim}`, which is no dim of a rule.")
 
     def is_ignored(self, tensor: str) -> bool:
         """Whether no parameter is made of a tensor."""

@@ -12,7 +12,6 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +64,11 @@ class TensorFiles:
     """The tensors of one model, in one file or several.
 
     - `tensors`: where each is, by its name.
+    - `contents`: the bytes of each file, which are read from the disk where they are looked at.
     """
 
     tensors: dict[str, Tensor]
-
-    @cached_property
-    def _mapped(self) -> dict[Path, np.memmap]:
-        """The bytes of each file, which are read from the disk where they are looked at."""
-        files = {tensor.file for tensor in self.tensors.values()}
-        return {file: np.memmap(file, np.uint8, "r") for file in files}
+    contents: dict[Path, np.ndarray]
 
     def read(self, name: str) -> np.ndarray:
         """A tensor, as a view of its file."""
@@ -81,7 +76,7 @@ class TensorFiles:
         if not tensor.size:
             return np.zeros(tensor.shape, tensor.dtype)
         end = tensor.begin + tensor.size
-        numbers = self._mapped[tensor.file][tensor.begin : end]
+        numbers = self.contents[tensor.file][tensor.begin : end]
         return np.ndarray(tensor.shape, tensor.dtype, buffer=numbers)
 
 
@@ -96,12 +91,15 @@ def open_tensors(path: str | Path) -> TensorFiles:
     """
     checked = check.path(OP, "path", path, "the path of a file or of a folder")
     found: dict[str, Tensor] = {}
+    contents: dict[Path, np.ndarray] = {}
     for file in _files(checked.expanduser()):
-        for name, tensor in _tensors(file):
+        # What was checked is what is read, even if another file takes the name meanwhile.
+        contents[file] = _content(file)
+        for name, tensor in _tensors(file, contents[file]):
             if name in found:
                 raise ValueError(f"`{name}` is in {found[name].file.name} and in {file.name}.")
             found[name] = tensor
-    return TensorFiles(found)
+    return TensorFiles(found, contents)
 
 
 def _files(path: Path) -> list[Path]:
@@ -125,6 +123,8 @@ def _files(path: Path) -> list[Path]:
 
 def _indexed(index: Path) -> list[Path]:
     """The files that an index names, which are beside it."""
+    if index.stat().st_size > _LONGEST_HEADER:
+        raise ValueError(f"{index} has {index.stat().st_size} bytes, which no index has.")
     try:
         names = json.loads(index.read_bytes())["weight_map"].values()
         files = sorted(set(names))
@@ -139,10 +139,17 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in files]
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _content(file: Path) -> np.ndarray:
+    """The bytes of a file."""
+    if file.stat().st_size < 8:
+        raise ValueError(f"{file} has {file.stat().st_size} bytes: it is no safetensors file.")
+    return np.memmap(file, np.uint8, "r")
+
+
+def _tensors(file: Path, content: np.ndarray) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, checked against its length."""
-    header, begin = _header(file)
-    length = file.stat().st_size - begin
+    header, begin = _header(file, content)
+    length = content.size - begin
     spans = []
     for name, said in header.items():
         if name == "__metadata__":
@@ -165,20 +172,16 @@ def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
+def _header(file: Path, content: np.ndarray) -> tuple[dict[str, Any], int]:
     """The header of a file, and where the numbers begin."""
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        if len(start) < 8:
-            raise ValueError(f"{file} has {len(start)} bytes: it is no safetensors file.")
-        (length,) = struct.unpack("<Q", start)
-        most = min(_LONGEST_HEADER, file.stat().st_size - 8)
-        if length > most:
-            raise ValueError(
-                f"{file} says that its header has {length} bytes, and it may have {most}: it was "
-                "cut short, or is no safetensors file."
-            )
-        text = opened.read(length)
+    (length,) = struct.unpack("<Q", content[:8].tobytes())
+    most = min(_LONGEST_HEADER, content.size - 8)
+    if length > most:
+        raise ValueError(
+            f"{file} says that its header has {length} bytes, and it may have {most}: it was cut "
+            "short, or is no safetensors file."
+        )
+    text = content[8 : 8 + length].tobytes()
     try:
         header = json.loads(text, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
@@ -213,6 +216,9 @@ def _tensor(file: Path, name: str, said: Any, begin: int) -> tuple[Tensor, tuple
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise wrong
     if len(offsets) != 2 or len(shape) > 32:
+        raise wrong
+    # Where one dim is zero the others may say anything.
+    if math.prod(size for size in shape if size) >= 2**48:
         raise wrong
     first, last = offsets
     tensor = Tensor(file, DTYPES[said["dtype"]], tuple(shape), begin + first)
