@@ -464,9 +464,9 @@ CALLS: tuple[Call, ...] = (
     also={"seed": _OPTIONAL}),
     # Weights
     _call("sl.weights.Part", "'two'", "0", "2"),
-    _call("sl.weights.Rule", "'h.{{layers}}.w'", "'w'", "'in -> layers in'", "None",
+    _call("sl.weights.Rule", "'h.{layers}.w'", "'w'", "'in -> layers in'", "None",
           also={"at3": _OPTIONAL}),
-    _call("sl.weights.Table", "()", ignored="('x',)", sizes="{'vocab': 8}"),
+    _call("sl.weights.Table", "names.rules", ignored="('x',)", sizes="{'in': 3}"),
     _call("sl.weights.save", "folder()", "{'w': ones(2, 3)}", "names", dtype="'bfloat16'",
           file_size="'5GB'", also={"at1": ("any",), "dtype": ("none", "class")}, slow=True),
     _call("sl.weights.open_tensors", "files[0]", also={"at0": ("text",)}),

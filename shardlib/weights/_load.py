@@ -1,16 +1,16 @@
 """From files to parameters: a tensor at a time, and each device what it is to have of it."""
 
 import difflib
-from collections import defaultdict
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arrays as check_arrays
@@ -131,53 +131,50 @@ class _Parameter:
 
     def loaded(self) -> jax.Array:
         """The parameter on its devices."""
-        shape, sharding = self.leaf.shape, getattr(self.leaf, "sharding", None)
-        if sharding is None:
-            sharding = SingleDeviceSharding(jax.local_devices()[0])
-        indices: Any = sharding.addressable_devices_indices_map(shape)
-        devices_by_index: dict[Any, list[Any]] = defaultdict(list)
-        for device, index in indices.items():
+        at_rest = getattr(self.leaf, "sharding", None)
+        if at_rest is None:
+            at_rest = SingleDeviceSharding(jax.local_devices()[0])
+        # What is kept in the memory of the host is put together in that of the devices.
+        (device, *_) = at_rest.addressable_devices
+        sharding = at_rest.with_memory_kind(device.default_memory().kind)
+        made = self._stacked(sharding) if self.rule.counters else self._spread((), sharding)
+        return jax.device_put(made, at_rest)
+
+    def _stacked(self, sharding: Any) -> jax.Array:
+        """The parameter, each tensor put to its place among the others."""
+        of_tensor, new_dims = self._without_counters(sharding)
+        stack = _zeros(self.leaf.shape, self.leaf.dtype, sharding)()
+        put = _putting(sharding, new_dims)
+        for place in self.rule.places(self.sizes):
+            at = dict(zip(self.rule.counters, place, strict=True))
+            starts = tuple(at.get(dim, 0) for dim in self.rule.dims)
+            stack = put(stack, self._spread(place, of_tensor), starts)
+            # The next tensor is read when this one is no longer needed.
+            jax.block_until_ready(stack)
+        return stack
+
+    def _without_counters(self, sharding: Any) -> tuple[Any, tuple[int, ...]]:
+        """The sharding of one tensor's dims, and which dims of the parameter it has not."""
+        new_dims = tuple(k for k, dim in enumerate(self.rule.dims) if dim in self.rule.counters)
+        if not isinstance(sharding, NamedSharding):
+            return sharding, new_dims
+        entries = [*sharding.spec, *[None] * (len(self.rule.dims) - len(sharding.spec))]
+        kept = [entry for k, entry in enumerate(entries) if k not in new_dims]
+        return NamedSharding(sharding.mesh, PartitionSpec(*kept)), new_dims
+
+    def _spread(self, place: tuple[int, ...], sharding: Any) -> jax.Array:
+        """A tensor on its devices, each with its part of it."""
+        sizes = dict(zip(self.rule.dims, self.leaf.shape, strict=True))
+        shape = tuple(sizes[dim] for dim in self.rule.inner)
+        pieces: dict[Any, np.ndarray] = {}
+
+        def piece(index: Index) -> np.ndarray:
             bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-            devices_by_index[bounds].append(device)
-        shards = {}
-        for bounds, devices in devices_by_index.items():
-            index = tuple(slice(*ends) for ends in bounds)
-            places = [SingleDeviceSharding(device) for device in devices]
-            made = self._shards(index, places)
-            for device, shard in zip(devices, made, strict=True):
-                # Some are kept in the memory of the host.
-                at_rest = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-                shards[device] = jax.device_put(shard, at_rest)
-        arrays = [shards[device] for device in indices]
-        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+            if bounds not in pieces:
+                pieces[bounds] = self._piece(place, tuple(slice(*ends) for ends in bounds))
+            return pieces[bounds]
 
-    def _shards(self, index: Index, places: list[Any]) -> list[jax.Array]:
-        """A part of the parameter, on each of some devices."""
-        by_dim = dict(zip(self.rule.dims, index, strict=True))
-        counted = [by_dim[dim] for dim in self.rule.counters]
-        inner = tuple(by_dim[dim] for dim in self.rule.inner)
-        if not counted:
-            piece = self._piece((), inner)
-            return jax.block_until_ready([jax.device_put(piece, place) for place in places])
-        shape = tuple(part.stop - part.start for part in index)
-        zeros = partial(jnp.zeros, shape, self.leaf.dtype)
-        shards = [jax.jit(zeros, out_shardings=place)() for place in places]
-        put = jax.jit(self._put, donate_argnums=0)
-        for offset in np.ndindex(*[part.stop - part.start for part in counted]):
-            place = tuple(part.start + one for part, one in zip(counted, offset, strict=True))
-            if not self._exists(place):
-                continue
-            piece = self._piece(place, inner)
-            for number, where in enumerate(places):
-                shards[number] = put(shards[number], jax.device_put(piece, where), offset)
-            # The next piece is read when this one is no longer needed.
-            jax.block_until_ready(shards)
-        return shards
-
-    def _exists(self, place: tuple[int, ...]) -> bool:
-        """Whether the files have a tensor for a place; a parameter may have more places."""
-        sizes = [self.sizes[dim] for dim in self.rule.counters]
-        return all(one < size for one, size in zip(place, sizes, strict=True))
+        return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, piece))
 
     def _piece(self, place: tuple[int, ...], inner: Index) -> np.ndarray:
         """What a tensor has of a part of the parameter, zeros where it has nothing."""
@@ -189,9 +186,18 @@ class _Parameter:
         ]
         return np.pad(piece, missing) if any(more for _, more in missing) else piece
 
-    def _put(self, shard: jax.Array, piece: jax.Array, offset: tuple[Any, ...]) -> jax.Array:
-        """A shard with a piece at its place along the counted dims."""
-        by_counter = dict(zip(self.rule.counters, offset, strict=True))
-        starts = [by_counter.get(dim, 0) for dim in self.rule.dims]
-        new_dims = [k for k, dim in enumerate(self.rule.dims) if dim in by_counter]
-        return jax.lax.dynamic_update_slice(shard, jnp.expand_dims(piece, new_dims), starts)
+
+@lru_cache(maxsize=64)
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], jax.Array]:
+    """A function that makes an array of zeros on its devices."""
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+
+
+@lru_cache(maxsize=64)
+def _putting(sharding: Any, new_dims: tuple[int, ...]) -> Callable[..., jax.Array]:
+    """A function that puts an array to a place in another one, which has more dims."""
+
+    def put(stack: jax.Array, one: jax.Array, starts: tuple[Any, ...]) -> jax.Array:
+        return lax.dynamic_update_slice(stack, jnp.expand_dims(one, new_dims), starts)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)

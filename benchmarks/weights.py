@@ -1,0 +1,219 @@
+"""Weights in safetensors files: whether all come back, and what reading them takes.
+
+- `round_trip_differs`: tensors of small models of all families that are not the same, bit for bit,
+  after they were read into another layout and written again.
+- `worst_logit_error`: of these models from transformers' own, by absolute value, for random weights
+  in float32. It needs PyTorch and transformers, and is left out without.
+
+Of a file of about 1 GB, read into parameters that are split over eight simulated devices:
+
+- `memory_ratio`: the most memory that the process takes besides what it took before, the parameters
+  and the pages of the file, over the two largest tensors.
+- `speed_ratio`: the time to read the file and copy it once, over that of the import.
+
+    python -m benchmarks.weights --json
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import shardlib as sl
+from benchmarks._report import report
+from models import gpt, hub
+from shardlib.weights import open_tensors
+from shardlib.weights._command import differences
+
+BOUNDS = {"round_trip_differs": 0, "worst_logit_error": 1e-4, "memory_ratio": 1.5}
+AT_LEAST = {"speed_ratio": 0.5}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 128,
+}
+SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+# By family: the name of its classes, and what its configuration has besides.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 128},
+    ),
+    "llama": ("Llama", SIZES),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": None}),
+    "mixtral": ("Mixtral", {**SIZES, **SPARSE}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**SIZES, **SPARSE, "head_dim": 32, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+}
+STRATEGY: dict[str, Any] = {"mesh": "data=4,model=2", "rules": sl.rules.data | sl.rules.tensor}
+
+
+def round_trip() -> dict[str, float]:
+    """Tensors that are not the same after they were read and written, of all families."""
+    split = sl.Strategy(**STRATEGY, zero=sl.Zero(3, small=0))
+    other = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    count = 0
+    for family, (_, fields) in FAMILIES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            of = config_of(Path(folder), family, fields)
+            table = hub.table(of)
+            names = [Path(folder) / name for name in ("one", "two")]
+            sl.weights.save(names[0], state_of(of, other, 0), table, file_size="50kB")
+            read = sl.weights.load(names[0], state_of(of, split, 1), table)
+            sl.weights.save(names[1], read, table)
+            count += len(list(differences(*map(open_tensors, names))))
+    return {"round_trip_differs": count}
+
+
+def config_of(folder: Path, family: str, fields: dict[str, Any]) -> Any:
+    """The configuration of a small model."""
+    (folder / "config.json").write_text(json.dumps({"model_type": family, **fields}))
+    return hub.config(folder)
+
+
+def state_of(config: Any, strategy: sl.Strategy, seed: int) -> sl.State:
+    """A new state of a model."""
+    return sl.init(lambda: hub.model(config, nnx.Rngs(seed)), optax.sgd(1.0), strategy)
+
+
+def logits() -> dict[str, float]:
+    """The worst error of logits from those of transformers."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    strategy = sl.Strategy(**STRATEGY, zero=sl.Zero(3, small=0))
+    tokens = np.random.default_rng(0).integers(0, 128, (4, 48))
+    worst = 0.0
+    for family, (name, fields) in FAMILIES.items():
+        kind = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+        of = getattr(transformers, name + "Config")(**fields)
+        theirs = getattr(transformers, name + kind)(of).eval()
+        with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+            for parameter in theirs.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+            expected = theirs(torch.tensor(tokens)).logits.numpy()
+            theirs.save_pretrained(folder)
+            config = hub.config(folder)
+            state = sl.weights.load(folder, state_of(config, strategy, 1), hub.table(config))
+        with strategy.scope(), jax.default_matmul_precision("highest"):
+            found = jax.jit(lambda model, tokens: model(tokens))(state.model, jnp.asarray(tokens))
+        error = float(np.abs(found - expected).max())
+        print(f"{family}: {error:.2g}", file=sys.stderr, flush=True)
+        worst = max(worst, error)
+    return {"worst_logit_error": worst}
+
+
+def costs() -> dict[str, float]:
+    """Memory and time of an import of some 1 GB."""
+    of = gpt.llama2_7b(layers=4, width=2048, heads=16, hidden=5504, vocab=16_000)
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, zero=3)
+    state = state_of(of, strategy, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        files = sl.weights.save(folder, state, hub.table(of))
+        tensors = open_tensors(folder).tensors.values()
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.params
+        )
+        parameters = sum(x.nbytes for x in jax.tree.leaves(state.params))
+        del state
+        # Once, so that pages are in memory and programs are compiled for both.
+        sl.weights.load(folder, like, hub.table(of))
+        started = time.monotonic()
+        copy_all(files)
+        reading = time.monotonic() - started
+        with Peak() as peak:
+            started = time.monotonic()
+            read = sl.weights.load(folder, like, hub.table(of))
+            importing = time.monotonic() - started
+        del read
+    largest = sum(sorted(tensor.size for tensor in tensors)[-2:])
+    more = max(0, peak.most - peak.before - parameters)
+    return {
+        "memory_ratio": round(more / largest, 3),
+        "speed_ratio": round(reading / importing, 3),
+        "import_gb": round(parameters / 1e9, 3),
+    }
+
+
+def copy_all(files: list[Path]) -> None:
+    """Read files, and copy what is in them once."""
+    for file in files:
+        if file.suffix == ".safetensors":
+            np.array(np.memmap(file, np.uint8, "r"))
+
+
+class Peak:
+    """The most memory that is not of files, while this is entered: sampled, as Linux tells it."""
+
+    def __enter__(self) -> "Peak":
+        self.before = self.most = _resident()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.most = max(self.most, _resident())
+
+
+def _resident() -> int:
+    """Bytes in memory that no file has."""
+    text = Path("/proc/self/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", text)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+PARTS = {"round_trip": round_trip, "logits": logits, "costs": costs}
+
+
+def main() -> None:
+    """Measure, print, and with `--json` print for machines."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON last")
+    parser.add_argument("--only", choices=list(PARTS), action="append", help="only this part")
+    arguments = parser.parse_args()
+    sl.simulate_devices(8)
+    figures: dict[str, float] = {}
+    for part in arguments.only or PARTS:
+        try:
+            figures |= PARTS[part]()
+        except ImportError as error:
+            print(f"{part}: left out. {error}", file=sys.stderr)
+    bounds = {name: bound for name, bound in BOUNDS.items() if name in figures}
+    floors = {name: bound for name, bound in AT_LEAST.items() if name in figures}
+    report("weights", figures, bounds, arguments.json, at_least=floors)
+
+
+if __name__ == "__main__":
+    main()
