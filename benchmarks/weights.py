@@ -15,6 +15,7 @@ Of a file of about 1 GB, read into parameters that are split over eight simulate
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -100,9 +101,9 @@ def state_of(config: Any, strategy: sl.Strategy, seed: int) -> sl.State:
 
 def logits() -> dict[str, float]:
     """The worst error of logits from those of transformers."""
-    import torch
-    import transformers
-
+    # They are in an environment of their own.
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
     strategy = sl.Strategy(**STRATEGY, zero=sl.Zero(3, small=0))
     tokens = np.random.default_rng(0).integers(0, 128, (4, 48))

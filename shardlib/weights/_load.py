@@ -168,7 +168,7 @@ class _Parameter:
         shape = tuple(sizes[dim] for dim in self.rule.inner)
         pieces: dict[Any, np.ndarray] = {}
 
-        def piece(index: Index) -> np.ndarray:
+        def piece(index: Any) -> np.ndarray:
             bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
             if bounds not in pieces:
                 pieces[bounds] = self._piece(place, tuple(slice(*ends) for ends in bounds))
