@@ -179,7 +179,9 @@ class _Parameter:
     def _piece(self, place: tuple[int, ...], inner: Index) -> np.ndarray:
         """What a tensor has of a part of the parameter, zeros where it has nothing."""
         tensor = self.rule.opened(self.files.read(self.rule.name_at(place)), self.sizes)
-        piece = np.asarray(tensor[inner]).astype(self.leaf.dtype)
+        # A parameter of one tensor might else be the file itself, which may change later.
+        is_copied = not self.rule.counters
+        piece = np.asarray(tensor[inner]).astype(self.leaf.dtype, copy=is_copied)
         missing = [
             (0, part.stop - part.start - size)
             for part, size in zip(inner, piece.shape, strict=True)
