@@ -140,9 +140,8 @@ class Rule:
     def opened(self, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
         """A view of a tensor, with the dims of the parameter that it has in their order."""
         order = [dim for group in self.groups for dim in group]
-        # Without a copy, for what is read or written may be a file.
-        opened = tensor.view()
-        opened.shape = tuple(sizes[dim] for dim in order)
+        # A view, since tensors are in one piece: what is written into it is written into them.
+        opened = tensor.reshape([sizes[dim] for dim in order])
         if self.part is not None:
             opened = np.moveaxis(opened, order.index(self.part.dim), 0)[self.part.number]
             order.remove(self.part.dim)
