@@ -390,6 +390,8 @@ def test_numbers_that_a_dtype_cannot_hold_are_refused(tmp_path):
         save(tmp_path, large, table, dtype="float16")
     with pytest.raises(ValueError, match=r"dtype='int8'.*`w` is of dtype float32"):
         save(tmp_path, large, table, dtype="int8")
+    # Nothing of a file that was begun is left.
+    assert not list(tmp_path.iterdir())
     safetensors.numpy.save_file({"w": np.ones(2, "i1")}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="quantized weights are not known"):
         load(tmp_path, large, table)

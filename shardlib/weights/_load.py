@@ -16,7 +16,7 @@ from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arrays as check_arrays
 from shardlib.step._state import State, combine
 from shardlib.weights._table import Rule, Table, rules_by_path
-from shardlib.weights._tensor_files import TensorFiles, open_tensors
+from shardlib.weights._tensor_files import TensorFiles, is_floating, open_tensors
 
 OP = "load"
 Loaded = TypeVar("Loaded")
@@ -85,7 +85,8 @@ def _check_tensors(
                     f"{rule.form.partition('->')[0].strip()} of {_sizes_text(rule, sizes)}. Make "
                     "the model with the sizes that the files have."
                 )
-            if found is not None and _is_float(found.dtype) != _is_float(leaves[path].dtype):
+            is_float = is_floating(leaves[path].dtype)
+            if found is not None and is_floating(found.dtype) != is_float:
                 raise ValueError(
                     f"`{name}` is of dtype {found.dtype}, and `{path}` of "
                     f"{leaves[path].dtype}: quantized weights are not known here."
@@ -105,10 +106,6 @@ def _check_tensors(
             f"`{others[0]}`: they are of another model. What is meant to be left out, the table "
             "names: `Table(ignored=(...))`."
         )
-
-
-def _is_float(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _sizes_text(rule: Rule, sizes: Mapping[str, int]) -> str:

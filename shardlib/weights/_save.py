@@ -17,15 +17,11 @@ from shardlib.layouts._host import to_device
 from shardlib.step._layer_order import reordered
 from shardlib.step._state import State, combine
 from shardlib.weights._table import Rule, Table, rules_by_path
-from shardlib.weights._tensor_files import DTYPES, INDEX, SINGLE
+from shardlib.weights._tensor_files import DTYPES, INDEX, SINGLE, is_floating
 
 OP = "save"
 _UNFINISHED = ".unfinished"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def _is_float(dtype: Any) -> bool:
-    return bool(jax.numpy.issubdtype(dtype, jax.numpy.floating))
 
 
 class _Tensor(NamedTuple):
@@ -87,8 +83,13 @@ def save(
         numbers = range(1, len(groups) + 1)
         names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in numbers]
     unfinished = [folder / (name + _UNFINISHED) for name in names]
-    for file, group in zip(unfinished, groups, strict=True):
-        _write(file, group, leaves, table)
+    try:
+        for file, group in zip(unfinished, groups, strict=True):
+            _write(file, group, leaves, table)
+    except BaseException:
+        for file in unfinished:
+            file.unlink(missing_ok=True)
+        raise
     # An older model in the folder is gone before the first file of this one has its name.
     for file in _files_of_models(folder):
         file.unlink()
@@ -130,13 +131,13 @@ def _tensors(
     for path, rule in rules.items():
         leaf = leaves[path]
         sizes = table.sizes_of(rule, leaf.shape)
-        kind = asked or np.dtype(leaf.dtype)
+        kind = np.dtype(leaf.dtype) if asked is None else asked
         if kind not in _NAMES:
             raise ValueError(f"`save`: `{path}` is of dtype {kind}, which safetensors has not.")
-        if _is_float(kind) != _is_float(leaf.dtype):
+        if is_floating(kind) != is_floating(leaf.dtype):
             raise ValueError(
-                f"`save(dtype={kind.name!r})`: `{path}` is of dtype {leaf.dtype}, whose numbers "
-                "that cannot hold."
+                f"`save(dtype={kind.name!r})`: `{path}` is of dtype {leaf.dtype}, and integers and "
+                "floating-point numbers are not made into each other."
             )
         for place in rule.places(sizes):
             name = rule.name_at(place)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -100,6 +101,11 @@ def open_tensors(path: str | Path) -> TensorFiles:
                 raise ValueError(f"`{name}` is in {found[name].file.name} and in {file.name}.")
             found[name] = tensor
     return TensorFiles(found, contents)
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether numbers of a dtype are floating-point, those of 8 bits included."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _files(path: Path) -> list[Path]:
