@@ -1,5 +1,5 @@
-"""What is sent between devices in fewer bytes: codecs, collectives around them, and exchanges of
-gradients made of these.
+"""What is sent between devices in fewer bytes, or less often: codecs, collectives around them,
+exchanges of gradients made of these, and workers that train apart and meet.
 """
 
 from shardlib.collectives._codecs import Codec as Codec
@@ -18,3 +18,6 @@ from shardlib.collectives._exact import ExchangeInputs as ExchangeInputs
 from shardlib.collectives._exact import Parameter as Parameter
 from shardlib.collectives._exchanges import OneBit as OneBit
 from shardlib.collectives._exchanges import Quantised as Quantised
+from shardlib.collectives._meetings import DiLoCo as DiLoCo
+from shardlib.collectives._meetings import ElasticAveraging as ElasticAveraging
+from shardlib.collectives._meetings import LocalSGD as LocalSGD

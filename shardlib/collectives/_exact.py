@@ -76,6 +76,11 @@ class Exchange:
         """The data axes over which gradients are averaged here."""
         raise NotImplementedError
 
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes along which workers have parameters of their own; none if all have the same."""
+        return ()
+
     def over(self, parameter: Parameter) -> tuple[str, ...]:
         """The axes over which a parameter's gradient is averaged here.
 

@@ -40,7 +40,7 @@ class Compressed(Exchange):
     exact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not _are_axes(self.axis):
+        if not are_axes(self.axis):
             raise check.refusal(
                 self._name, "axis", self.axis, 'an axis of the mesh, `"pod"`, or several: a tuple'
             )
@@ -122,7 +122,7 @@ class Compressed(Exchange):
         return groups
 
 
-def _are_axes(axis: Any) -> bool:
+def are_axes(axis: Any) -> bool:
     """Whether an argument is the name of an axis, or a tuple of different ones."""
     if isinstance(axis, str):
         return True

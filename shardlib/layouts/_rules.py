@@ -416,3 +416,24 @@ def _is_candidate(value: object) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(axis, str) for axis in value)
     return value is None or isinstance(value, str)
+
+
+def rules_without(rules: AxisRules, axes: Iterable[str]) -> AxisRules:
+    """The same rules where these axes split nothing; what they alone split is replicated.
+
+    >>> rules_without(AxisRules(batch=("pod", "data"), embed="pod"), ["pod"])
+    AxisRules(batch=('data',), embed=None)
+    """
+    removed = set(axes)
+    remaining: dict[str, tuple[Axes, ...]] = {}
+    for name, candidates in rules._rules.items():
+        remaining[name] = tuple(_without(candidate, removed) for candidate in candidates)
+    forms = {axis: form for axis, form in rules._forms.items() if axis not in removed}
+    return AxisRules.__new__(AxisRules)._set(remaining, rules._known, rules._policies, forms)
+
+
+def _without(candidate: Axes, removed: set[str]) -> Axes:
+    """A candidate of a rule where some axes split nothing."""
+    if isinstance(candidate, str):
+        return None if candidate in removed else candidate
+    return tuple(axis for axis in as_tuple(candidate) if axis not in removed) or None

@@ -13,8 +13,7 @@ workers of eight devices, and one over both axes has 32 of one.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +22,17 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib.collectives._compressed import Errors, Pieces
-from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, buckets
+from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter
 from shardlib.layouts._specs import axes_without, keep_axes, parts_over, spec_axes
 from shardlib.optimizers._local import Local
 from shardlib.step._gradient_sizes import SKETCH_SIZE, sketch, squares, sum_of_squares
 from shardlib.step._scopes import COMPRESSED, EXACT
+from shardlib.step._worker_sums import (
+    WorkerAxes,
+    axes_of_workers,
+    other_axes,
+    summed_over_workers,
+)
 
 ErrorsByPath = dict[str, Errors]
 
@@ -94,7 +99,7 @@ def exchange_gradients(
 
     def exchanged(shards: list[jax.Array], weight: jax.Array, errors: Any, state: Any) -> Gradient:
         # By now every axis is manual: arrays are shards, and collectives name their axes.
-        local = _LocalExchange(exchange, described, dict(mesh.shape))
+        local = LocalExchange(exchange, described, dict(mesh.shape))
         sums = local.within(shards, weight)
         if not local.averaged_positions:
             return local.measured(sums, errors)
@@ -153,22 +158,7 @@ def _sender_specs(sender: Sender | None, automatic: tuple[str, ...]) -> Any:
     return jax.tree.map(lambda spec: keep_axes(spec, automatic), sender.specs)
 
 
-class _Axes(NamedTuple):
-    """How the axes of a mesh fall into three for one parameter. Axes of one device may be in none.
-
-    Attributes:
-        over: along these lie the workers, whose gradients of it the exchange averages. Empty if
-            its gradient is only summed exactly.
-        split: along these, devices hold different parts of it, as it is stored.
-        shared: along all others, devices hold the same values of it.
-    """
-
-    over: tuple[str, ...]
-    split: tuple[str, ...]
-    shared: tuple[str, ...]
-
-
-class _LocalExchange:
+class LocalExchange:
     """The exchange of a step's gradients as one device sees it, manual over every axis.
 
     `averaged_positions` are those of the parameters that are averaged by the exchange. All others
@@ -180,22 +170,13 @@ class _LocalExchange:
         self, exchange: Exchange, parameters: Sequence[Parameter], sizes: Mapping[str, int]
     ) -> None:
         self.exchange, self.parameters, self.sizes = exchange, parameters, sizes
-        self.axes_of: list[_Axes] = []
+        self.axes_of: list[WorkerAxes] = []
         self.averaged_positions: list[int] = []
         for position, parameter in enumerate(parameters):
-            over, split = exchange.over(parameter), spec_axes(parameter.stored)
-            shared = self._other_axes((*over, *split))
-            self.axes_of.append(_Axes(over, split, shared))
-            if over:
+            own = axes_of_workers(exchange.over(parameter), parameter, sizes)
+            self.axes_of.append(own)
+            if own.over:
                 self.averaged_positions.append(position)
-
-    def _other_axes(self, excluded: Sequence[str]) -> tuple[str, ...]:
-        """The axes of the mesh, of more than one device, that are not among these."""
-        axes = []
-        for axis, size in self.sizes.items():
-            if size > 1 and axis not in excluded:
-                axes.append(axis)
-        return tuple(axes)
 
     def within(self, contributions: Sequence[jax.Array], weight: jax.Array) -> list[jax.Array]:
         """Sum exactly over all axes that the exchange does not take; divide by the batch's weight.
@@ -220,7 +201,7 @@ class _LocalExchange:
         What is not averaged has been summed exactly, and goes by.
         """
         unknown = [None] * len(self.averaged_positions)
-        values, errors = self._average(sums, self._own_gradients(sums), errors, unknown)
+        values, errors = self.average(sums, self._own_gradients(sums), errors, unknown)
         return self.measured(values, errors)
 
     def sent(
@@ -238,8 +219,15 @@ class _LocalExchange:
         def by_sums() -> Gradient:
             with jax.named_scope(EXACT):
                 own = [sums[i] for i in self.averaged_positions]
-                values = self._with(sums, self._summed_over_workers(own))
-                return self.measured(values, errors)
+                totals = summed_over_workers(
+                    own,
+                    [self.axes_of[i] for i in self.averaged_positions],
+                    self.sizes,
+                    self.exchange.within.bucket_bytes,
+                )
+                # The dtype of the means of messages, which the other branch returns.
+                totals = [total.astype(jnp.float32) for total in totals]
+                return self.measured(self._with(sums, totals), errors)
 
         return lax.cond(sender.optimizer.sends(sender.state), by_messages, by_sums)
 
@@ -265,74 +253,13 @@ class _LocalExchange:
         alive_leaves = treedef.flatten_up_to(alive)
         own_alive = [alive_leaves[i] for i in self.averaged_positions]
         own_messages = [message_leaves[i].astype(jnp.float32) for i in self.averaged_positions]
-        values, after = self._average(sums, own_messages, errors, own_alive)
+        values, after = self.average(sums, own_messages, errors, own_alive)
         # What was finite may not be as a code. Its error would then never be finite again.
         all_finite = finite & self._finite(values) & jnp.isfinite(square)
         # One gradient that is not finite spoils the norm, and with it the scale of all others. Then
         # only that one is named.
         finite = jnp.where(jnp.all(finite), all_finite, finite)
         return Gradient(values, after, square, finite)
-
-    def _summed_over_workers(self, own: list[jax.Array]) -> list[jax.Array]:
-        """The exact sums over workers.
-
-        If several devices of a worker hold the same values, each of them sums one part of these
-        over workers, and then they gather the parts: the network between workers carries every
-        value once.
-        """
-        totals = list(own)
-        for (over, shared), group in self._groups_by_axes().items():
-            for bucket in buckets(own, group, self.exchange.within.bucket_bytes):
-                parts = [own[position] for position in bucket]
-                summed = self._summed_in_one_collective(parts, over, shared)
-                for position, total in zip(bucket, summed, strict=True):
-                    # The dtype of the means of messages, which the step's other branch returns.
-                    totals[position] = total.astype(jnp.float32)
-        return totals
-
-    def _groups_by_axes(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]]:
-        """The gradients that are summed over the same axes, which may go in one collective.
-
-        They are known by their positions in `own`, not among all parameters. The keys are the axes
-        of the workers, and those along which a worker's devices hold the same values.
-        """
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for position, i in enumerate(self.averaged_positions):
-            groups[self.axes_of[i].over, self.axes_of[i].shared].append(position)
-        return groups
-
-    def _summed_in_one_collective(
-        self, parts: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
-    ) -> Iterable[jax.Array]:
-        """The sums of some arrays over workers, in one collective.
-
-        Args:
-            parts: arrays that each device has a summand of.
-            over: the axes of the workers.
-            shared: axes along which devices have the same summand; each of them then sums a part.
-        """
-        if shared:
-            return self._sums_in_parts(parts, over, shared)
-        return lax.psum(parts, over)
-
-    def _sums_in_parts(
-        self, arrays: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...]
-    ) -> Iterator[jax.Array]:
-        """Sums of arrays that are the same along the axes `shared`, of which each sums a part.
-
-        Args:
-            arrays: what is summed, each device's own summand.
-            over: the axes of the workers, along which the sums go.
-            shared: the axes along which all devices have the same arrays.
-        """
-        # Together, so that small arrays share one collective of useful size.
-        flat = jnp.concatenate([x.reshape(-1) for x in arrays])
-        count = parts_over(self.sizes, shared)
-        # One row for each device along `shared`; zeros fill up the last.
-        rows = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
-        part = lax.psum(rows[lax.axis_index(shared)], over)
-        whole = lax.all_gather(part, shared, axis=0, tiled=True)
-        return _shaped_like(arrays, whole.reshape(-1))
 
     def _own_gradients(self, sums: list[jax.Array]) -> list[jax.Array]:
         """The gradients of this worker alone.
@@ -353,7 +280,7 @@ class _LocalExchange:
             values[i] = value
         return values
 
-    def _average(
+    def average(
         self, sums: list[jax.Array], own: list[jax.Array], errors: ErrorsByPath, alive: list[Any]
     ) -> tuple[list[jax.Array], ErrorsByPath]:
         """Average what workers have, by the exchange; returns values and errors.
@@ -392,7 +319,7 @@ class _LocalExchange:
         square = self._square_of_summed(sums)
         for over in dict.fromkeys(self.axes_of[i].over for i in self.averaged_positions):
             mean = lax.pmean(self._sketch_of_averaged(own, over), over)
-            others = self._other_axes(over)
+            others = other_axes(self.sizes, over)
             estimate = jnp.sum(jnp.square(mean))
             # Devices along the other axes have sketches of other parts, or of their share of one.
             if others:
@@ -426,21 +353,10 @@ class _LocalExchange:
         """For each array, whether its elements and its norm are finite on all devices."""
         # On how many devices each array is not finite, by one small sum for all arrays.
         bad = jnp.stack([~jnp.isfinite(sum_of_squares(x)) for x in values]).astype(jnp.int32)
-        every_axis = self._other_axes(())
+        every_axis = other_axes(self.sizes, ())
         if every_axis:
             bad = lax.psum(bad, every_axis)
         return bad == 0
-
-
-def _shaped_like(arrays: Sequence[jax.Array], flat: jax.Array) -> Iterator[jax.Array]:
-    """The numbers of one array taken apart into arrays of the shapes of others, in order.
-
-    What is left over is padding.
-    """
-    first = 0
-    for x in arrays:
-        yield flat[first : first + x.size].reshape(x.shape)
-        first += x.size
 
 
 def _own_error(error: Errors) -> Errors:

@@ -80,6 +80,8 @@ class GradientFunction:
         trained: a `StepParameter` for each trained parameter.
         frozen: the same for each frozen one.
         sender: the optimizer, if it says itself what workers send.
+        apart: the axes of workers that have parameters of their own, which are manual around this:
+            gradients are those of one worker, and metrics are of all of them.
     """
 
     loss_fn: LossFunction
@@ -88,6 +90,7 @@ class GradientFunction:
     trained: Any
     frozen: Any
     sender: Sender | None
+    apart: tuple[str, ...] = ()
 
     def __call__(self, inputs: GradientInputs) -> BatchGradient:
         """Compute the gradient, on global arrays."""
@@ -146,7 +149,7 @@ class GradientFunction:
 
         The loss is checked, and put into a form that can be split, before anything is computed.
         """
-        microbatches = microbatches_of(inputs.batch, self.strategy)
+        microbatches = microbatches_of(inputs.batch, self.strategy, self.apart)
         examples = every_nth(inputs.batch, microbatches.count)
         # The number of a microbatch goes with its examples, for keys and reports.
         scanned = jnp.arange(microbatches.count), examples
@@ -236,11 +239,14 @@ class GradientFunction:
         totals = accumulated.means
         if self.strategy.manual_axes:
             totals = lax.psum(totals, self.strategy.manual_axes)
+        # A worker divides its gradient by the weight of its own examples.
+        weight = totals["loss"].weight
+        if self.apart:
+            totals = lax.psum(totals, self.apart)
         # Its weight is a count, by which nothing is divided.
         nonfinite = totals.pop(NONFINITE)
         # One division, after the sums: a mean of means would weigh devices and not examples.
         metrics = {name: mean.total * inverse(mean.weight) for name, mean in totals.items()}
-        weight = totals["loss"].weight
         parameters = jax.tree.map(lambda parameter: parameter.exchanged, self.trained)
         sender = self.sender
         if sender is not None:
@@ -258,7 +264,7 @@ class GradientFunction:
         # An update that takes some rows at a time casts these only.
         if self.strategy.offloaded is None:
             values = jax.tree.map(lambda g, p: g.astype(p.dtype), values, inputs.params)
-        metrics |= {"weight": weight, **nonfinite_metrics(nonfinite)}
+        metrics |= {"weight": totals["loss"].weight, **nonfinite_metrics(nonfinite)}
         gradient = gradient._replace(values=values)
         return BatchGradient(gradient, accumulated.streams, accumulated.rest, metrics)
 

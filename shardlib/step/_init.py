@@ -51,6 +51,7 @@ from shardlib.step._layer_order import check_layers, check_state, place_layers
 from shardlib.step._precision import check_patterns
 from shardlib.step._state import Layout, State, combine, drop_weak_types, state_shardings
 from shardlib.step._strategy import Strategy
+from shardlib.step._workers import shapes_of_one
 
 
 def init(
@@ -191,9 +192,15 @@ class _StateBuilder:
         if self.optimizer is not None:
             # A compressed exchange begins with nothing left over.
             errors = layout.no_errors(params)
+        workers, rest = None, parts.rest
+        if self.optimizer is not None:
+            workers = layout.apart(params, opt_state, rest)
+        if workers is not None:
+            # All but the parameters is each worker's own.
+            opt_state, rest = (), ()
         # A weak type would become a strong one in the first step, and the second be compiled anew.
         return drop_weak_types(
-            (count, params, frozen, opt_state, errors, parts.streams, parts.rest, key, count)
+            (count, params, frozen, opt_state, errors, workers, parts.streams, rest, key, count)
         )
 
     @property
@@ -223,7 +230,10 @@ def _checked_layout(
     What cannot be laid out as asked is refused, and what is legal but hardly meant, such as a large
     parameter that nothing splits, is warned of.
     """
-    _, params, frozen, opt_state, _, _, rest, *_ = shapes
+    state = State(*shapes, layout=first_trace.layout)
+    params, frozen, opt_state, rest = state.params, state.frozen, state.opt_state, state.rest
+    if state.workers is not None:
+        opt_state, rest = shapes_of_one((state.workers.opt_state, state.workers.rest))
     names, layout = first_trace.names, first_trace.layout
     # Checks speak of parameters by their paths, whether they are trained or not.
     parameters = combine(params, frozen)

@@ -17,6 +17,7 @@ from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.collectives._exact import Exchange
 from shardlib.collectives._exchanges import Compressed
+from shardlib.collectives._meetings import Meeting
 from shardlib.collectives._zero_split import Split
 from shardlib.layouts._relate import Relation
 from shardlib.layouts._resolve import resolve
@@ -41,6 +42,11 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
         params: the trained parameters, or their shapes.
     """
     leaves = dict(named_leaves(params))
+    if isinstance(exchange, Meeting):
+        # Workers that train apart average all of their parameters, if need be exactly.
+        if exchange.exchange is None:
+            return
+        exchange = exchange.exchange
     if isinstance(exchange, Compressed):
         check_patterns("exact=...", exchange.exact, list(leaves))
     # A parameter that is split over all the axes of the exchange has nobody to exchange it with.

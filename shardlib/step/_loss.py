@@ -31,7 +31,7 @@ LossFunction = Callable[[Any, Any, jax.Array], Any]
 
 OWN_METRICS = (
     # Metrics of a step.
-    *("loss", "weight", "grad_norm", "compressed"),
+    *("loss", "weight", "grad_norm", "compressed", "met"),
     *("first_nonfinite", "nonfinite_losses", "nonfinite_microbatch"),
     # What the records of a run hold besides metrics.
     *("step", "note", "crc32"),

@@ -63,11 +63,17 @@ class Microbatches:
         return jax.tree.map(keyed, tree)
 
 
-def microbatches_of(batch: Any, strategy: Strategy) -> Microbatches:
-    """The microbatches of a device's examples, inside the region that is manual over the data."""
+def microbatches_of(
+    batch: Any, strategy: Strategy, apart: tuple[str, ...] = ()
+) -> Microbatches:
+    """The microbatches of a device's examples, inside the region that is manual over the data.
+
+    `apart` are the axes of workers outside of the strategy's own axes of data, if there are any.
+    """
     rows = jax.tree.leaves(batch)[0].shape[0]
     # The index counts over all data axes, the last the fastest, as a batch is laid out.
-    worker = lax.axis_index(strategy.data_axes) if strategy.data_axes else 0
+    axes = (*apart, *strategy.data_axes)
+    worker = lax.axis_index(axes) if axes else 0
     return Microbatches(
         count=strategy.microbatches,
         rows=rows,

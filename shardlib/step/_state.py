@@ -11,18 +11,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arrays as check_arrays
 from shardlib.collectives._exact import Parameter
+from shardlib.collectives._meetings import Meeting, wide
 from shardlib.collectives._zero_split import Split, split_further
 from shardlib.layouts._host import HOST, to_device
 from shardlib.layouts._placement import Placement, by_names, like_parameters, place
 from shardlib.layouts._relate import Relation
 from shardlib.layouts._rules import AxisRules
-from shardlib.layouts._specs import axes_without, spec_axes
+from shardlib.layouts._specs import axes_without, parts_over, spec_axes
 from shardlib.modeling._flax import Definition, Names
 from shardlib.modeling._random import is_key
 from shardlib.step._exchange import ErrorsByPath, pieces
 from shardlib.step._layer_order import place_layers, reordered
 from shardlib.step._offload import parameters_on_host, state_on_host
 from shardlib.step._strategy import Strategy
+from shardlib.step._workers import (
+    Workers,
+    mean_of_workers,
+    repeated,
+    shapes_of_one,
+    specs_with_dim,
+)
 from shardlib.tracing._region import StoredWeight
 
 
@@ -103,6 +111,25 @@ class Layout:
             )
         return described
 
+    @property
+    def workers(self) -> int:
+        """How many workers have parameters of their own; 1 if all have the same."""
+        return parts_over(self.strategy.device_mesh.shape, self.strategy.apart)
+
+    def apart(self, params: Any, opt_state: Any, rest: Any) -> Workers | None:
+        """What workers have of their own before the first step: all have the same.
+
+        None if they have nothing of their own.
+        """
+        exchange = self.strategy.exchange
+        if not isinstance(exchange, Meeting):
+            return None
+        kept: dict[str, Any] = {}
+        for name in exchange.keeps:
+            kept[name] = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
+        own = repeated((params, opt_state, rest), self.workers)
+        return Workers(*own, kept)
+
     def no_errors(self, params: Any) -> ErrorsByPath:
         """What a compressed exchange has left over before the first step: zeros.
 
@@ -134,7 +161,9 @@ class State:
     `params` are the parameters that the optimizer moves, `frozen` those that stay as they are;
     where one tree has a leaf, the other has None. `errors` is what a compressed exchange has left
     over, by the paths of parameters, each device's own along dim 0; a checkpoint has it by worker
-    and in the parameter's shape. `rest` is whatever else the model carries, `streams` the random
+    and in the parameter's shape. `workers` is what workers have of their own where an exchange
+    keeps them apart, see `Workers`; then `params` are those on which they met last, and `opt_state`
+    and `rest` are empty. `rest` is whatever else the model carries, `streams` the random
     streams inside it, `key` the key from which each step derives its randomness. `nonfinite` counts
     the steps whose gradient was not finite.
     """
@@ -144,6 +173,7 @@ class State:
     frozen: Any
     opt_state: Any
     errors: ErrorsByPath
+    workers: Workers | None
     streams: Any
     rest: Any
     key: Any
@@ -154,9 +184,10 @@ class State:
     def model(self) -> Any:
         """The model with this state's values, for evaluation and sampling.
 
-        Use it under `strategy.scope()`. Its layers are in the model's own order.
+        Use it under `strategy.scope()`. Its layers are in the model's own order. Where workers have
+        parameters of their own, it has their mean.
         """
-        state = reordered(self, natural=True)
+        state = reordered(together(self), natural=True)
         parameters = combine(state.params, state.frozen)
         if self.layout.strategy.offloaded is not None:
             # A model computes with its parameters, which only a device can.
@@ -186,7 +217,15 @@ class State:
                 lambda old, new: None if old is None else new, old, on_mesh, is_leaf=_is_none
             )
 
-        return self.replaced(params=new_values(self.params), frozen=new_values(self.frozen))
+        params = new_values(self.params)
+        state = self.replaced(params=params, frozen=new_values(self.frozen))
+        if self.workers is None:
+            return state
+        own = jax.tree.map(lambda x: x.sharding, self.workers.params)
+        workers = self.workers._replace(
+            params=jax.device_put(repeated(params, self.layout.workers), own)
+        )
+        return state.replaced(workers=workers)
 
     def replaced(self, **changes: Any) -> "State":
         """The same with some of its fields changed."""
@@ -211,6 +250,30 @@ def _check_weights(given: dict[str, Any], parameters: dict[str, Any]) -> None:
             )
 
 
+def together(state: State) -> State:
+    """The state with the mean over workers, where they have parameters of their own.
+
+    Its parameters, the optimizer's state and the model's other state are those of no worker.
+    """
+    if state.workers is None:
+        return state
+    specs = state_specs(state).workers
+    assert specs is not None
+    mesh = state.layout.strategy.device_mesh
+
+    def mean(own: Any) -> Any:
+        return mean_of_workers(own)
+
+    def sharding(spec: PartitionSpec) -> NamedSharding:
+        # Without the dim of workers, over which a mean is the same.
+        return NamedSharding(mesh, PartitionSpec(*spec[1:]))
+
+    own = state.workers.params, state.workers.opt_state, state.workers.rest
+    shardings = jax.tree.map(sharding, (specs.params, specs.opt_state, specs.rest))
+    params, opt_state, rest = jax.jit(mean, out_shardings=shardings)(own)
+    return state.replaced(params=params, opt_state=opt_state, rest=rest, workers=None)
+
+
 def state_specs(state: State) -> State:
     """The specs of a state, from only its layout and shapes.
 
@@ -230,12 +293,19 @@ def state_specs(state: State) -> State:
     def at_rest(path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
         return stored[path]
 
+    def of_workers(workers: Workers) -> Workers:
+        opt_state, rest = shapes_of_one((workers.opt_state, workers.rest))
+        own = place(at_rest, state.params), place(follow, opt_state), place(named, rest)
+        kept = {name: place(at_rest, tree) for name, tree in workers.kept.items()}
+        return Workers(*specs_with_dim(own, layout.strategy.apart), kept)
+
     return State(
         step=whole,
         params=place(at_rest, state.params),
         frozen=place(at_rest, state.frozen),
         opt_state=place(follow, state.opt_state),
         errors=jax.tree.map(lambda _: PartitionSpec(layout.strategy.every_axis), state.errors),
+        workers=None if state.workers is None else of_workers(state.workers),
         streams=place(named, state.streams),
         rest=place(named, state.rest),
         key=whole,

@@ -34,6 +34,7 @@ from shardlib.layouts._remat_policy import Remat, RematBudget
 from shardlib.machine._absent import is_absent, without_cache
 from shardlib.machine._agreement import require_agreement
 from shardlib.optimizers._local import Local
+from shardlib.step._apart import step_apart
 from shardlib.step._batches import batch_sharding, check_batch
 from shardlib.step._compiler_options import CompilerOptions, compiler_options
 from shardlib.step._exchange import Sender
@@ -256,12 +257,27 @@ class Step:
         return self._jitted_by_layout[layout]
 
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        """One step, as it is traced. Its order is the order of the text at the top of this file."""
-        strategy, layout = self.strategy, state.layout
+        """One step, as it is traced: of all workers together, or of each apart."""
+        if not self.strategy.apart:
+            return self._take(self.strategy, state, batch)
+
+        def take(state: State, batch: Any) -> tuple[State, Metrics]:
+            worker = self.strategy.of_worker
+            # Names and reductions over the batch are those of the worker alone.
+            with worker.scope(), recording(self._used):
+                return self._take(worker, state, batch)
+
+        return step_apart(take, state, batch)
+
+    def _take(self, strategy: Strategy, state: State, batch: Any) -> tuple[State, Metrics]:
+        """One step under a strategy. Its order is that of the text at the top of this file."""
+        layout = state.layout
         trained = self._parameters(state, state.params, frozen=False)
         frozen = self._parameters(state, state.frozen, frozen=True)
         sender = self._sender(state)
-        differentiate = GradientFunction(self.loss_fn, strategy, layout, trained, frozen, sender)
+        differentiate = GradientFunction(
+            self.loss_fn, strategy, layout, trained, frozen, sender, self.strategy.apart
+        )
         gradient, streams, rest, metrics = differentiate(_inputs_of(state, batch, sender))
         # Only now are the names known that annotations of the loss have used.
         check_experts(layout, strategy, self._used.names)
@@ -289,7 +305,7 @@ class Step:
         """A `StepParameter` for each of some parameters of a state."""
         named = place(state.layout.named, params)
         splits = state.layout.splits(params)
-        return step_parameters(params, named, splits, self.strategy, frozen=frozen)
+        return step_parameters(params, named, splits, state.layout.strategy, frozen=frozen)
 
     def _sender(self, state: State) -> Sender | None:
         """What the exchange needs of an optimizer that decides what is sent; None for others."""

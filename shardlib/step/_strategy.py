@@ -7,7 +7,7 @@ the axes over which the step is manual, those that ZeRO splits over, those of th
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from shardlib.layouts._rules import (
     AxisRules,
     counts_layers,
     counts_positions,
+    rules_without,
 )
 from shardlib.layouts._specs import as_tuple, axes_within, axes_without
 from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
@@ -375,14 +376,38 @@ class Strategy:
         Each device along them has gradients of its own. By default they are the axes that split
         nothing but the batch and experts.
         """
+        # The axes of an exchange come first, so that the examples of a worker follow each other.
+        workers = axes_within(self.rules.batch_axes, self.exchange.axes)
+        batch_axes = (*workers, *axes_without(self.rules.batch_axes, workers))
         if self.manual is not None:
-            return axes_within(self.rules.batch_axes, self.manual)
+            return axes_within(batch_axes, self.manual)
         others: dict[str, Any] = {}
         for name, axes in self.rules.items():
             if name not in (BATCH, EXPERTS):
                 others[name] = list(axes)
         used_elsewhere = AxisRules(others).axes
-        return axes_without(self.rules.batch_axes, used_elsewhere)
+        return axes_without(batch_axes, used_elsewhere)
+
+    @cached_property
+    def apart(self) -> tuple[str, ...]:
+        """The axes along which workers have parameters of their own; none if all have the same."""
+        return axes_within(self.data_axes, self.exchange.apart)
+
+    @cached_property
+    def of_worker(self) -> "Strategy":
+        """How one worker trains where workers have parameters of their own.
+
+        It is the same strategy on the same mesh, as it is where the axes of the workers are manual
+        already: nothing is split over these, and gradients are summed within the worker.
+        """
+        return replace(
+            self,
+            mesh=self.device_mesh,
+            dcn="",
+            rules=rules_without(self.rules, self.apart),
+            exchange=self.exchange.within,
+            manual=axes_without(self.data_axes, self.apart),
+        )
 
     @cached_property
     def sequence_axes(self) -> tuple[str, ...]:

@@ -1,0 +1,110 @@
+"""A step of workers that train apart: each takes an ordinary step of its own, and then they meet
+if a meeting is due.
+
+    [manual over the axes of the workers
+       one worker's examples, parameters and optimizer  ->  an ordinary step, as `Step` has it
+       its parameters and the center                    ->  a meeting, or nothing
+    ]
+
+Within the worker everything is as without other workers: ZeRO, clipping, and whatever an optimizer
+reduces over. Only scalars are exchanged in every step, for the metrics.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from shardlib._tree import map_named
+from shardlib.layouts._rules import rules_without
+from shardlib.layouts._specs import keep_axes
+from shardlib.step._meeting import Shared, meet
+from shardlib.step._state import Layout, State, state_specs
+from shardlib.step._workers import Workers, of_one, with_dim
+
+Metrics = dict[str, jax.Array]
+TakeStep = Callable[[State, Any], tuple[State, Metrics]]
+
+
+def step_apart(take_step: TakeStep, state: State, batch: Any) -> tuple[State, Metrics]:
+    """One step of every worker, and their meeting.
+
+    Args:
+        take_step: an ordinary step, of the state and the examples of one worker. Its metrics are of
+            all workers, but for those of the gradient.
+        state: the state before, with what workers have of their own.
+        batch: the examples of all workers.
+    """
+    strategy = state.layout.strategy
+    apart = strategy.apart
+    specs = jax.tree.map(lambda spec: keep_axes(spec, apart), state_specs(state))
+    on_workers = jax.shard_map(
+        lambda state, batch: _worker_step(take_step, state, batch),
+        in_specs=(specs, PartitionSpec(apart)),
+        out_specs=(specs, PartitionSpec()),
+        axis_names=set(apart),
+        check_vma=False,
+    )
+    return on_workers(state, batch)
+
+
+def _worker_step(take_step: TakeStep, state: State, batch: Any) -> tuple[State, Metrics]:
+    """The step of one worker, where the axes of the workers are manual."""
+    layout, workers = state.layout, state.workers
+    assert workers is not None
+    own = of_one(workers._replace(kept={}))
+    alone = state.replaced(
+        params=own.params,
+        opt_state=own.opt_state,
+        rest=own.rest,
+        errors={},
+        workers=None,
+        layout=layout_of_worker(layout),
+    )
+    after, metrics = take_step(alone, batch)
+    described = layout.parameters(state.params)
+    parameters = map_named(lambda path, _: described[path], state.params)
+    before = Shared(state.params, after.params, workers.kept, state.errors)
+    shared = meet(layout.strategy, parameters, before, after.step)
+    nonfinite, metrics = _of_all_workers(
+        layout.strategy.apart, after.nonfinite - state.nonfinite, metrics
+    )
+    own = with_dim(Workers(shared.own, after.opt_state, after.rest, {}))
+    exchange: Any = layout.strategy.exchange
+    after_all = state.replaced(
+        step=after.step,
+        params=shared.center,
+        errors=shared.errors,
+        workers=own._replace(kept=shared.kept),
+        streams=after.streams,
+        nonfinite=state.nonfinite + nonfinite,
+    )
+    return after_all, metrics | {"met": exchange.is_due(after.step)}
+
+
+def layout_of_worker(layout: Layout) -> Layout:
+    """The layout of what one worker has, on its own devices."""
+    strategy = layout.strategy
+    return replace(
+        layout,
+        strategy=strategy.of_worker,
+        variable_rules=rules_without(layout.variable_rules, strategy.apart),
+    )
+
+
+def _of_all_workers(
+    apart: tuple[str, ...], nonfinite: jax.Array, metrics: Metrics
+) -> tuple[jax.Array, Metrics]:
+    """Whether any worker had a gradient that is not finite, and the metrics of all of them.
+
+    The norm is the root of the mean square of the workers' norms. Of several parameters that are
+    not finite the last is named.
+    """
+    square = lax.pmean(jnp.square(metrics["grad_norm"]), apart)
+    counts = jnp.stack([nonfinite, metrics["first_nonfinite"].astype(nonfinite.dtype)])
+    nonfinite, first = lax.pmax(counts, apart)
+    return nonfinite, metrics | {"grad_norm": jnp.sqrt(square), "first_nonfinite": first}
