@@ -137,7 +137,7 @@ def kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
         # The arguments of a step are the leaves of its state, and then those of the batch.
         if number >= leaves_of_state:
             kinds[path] = "inputs"
-        elif re.search(r"\b(opt_state|errors)\b", path):
+        elif re.search(r"\b(opt_state|errors|kept)\b", path):
             kinds[path] = "optimizer state"
         elif re.search(r"\bparams\b", path):
             kinds[path] = "parameters"

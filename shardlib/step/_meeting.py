@@ -91,7 +91,7 @@ class _Meeting:
         self.exchange, self.parameters, self.treedef = exchange, parameters, treedef
         self.sizes = dict(strategy.device_mesh.shape)
         self.workers = parts_over(self.sizes, strategy.apart)
-        self.coded = LocalExchange(exchange, parameters, self.sizes)
+        self.coded = LocalExchange(exchange.by, parameters, self.sizes)
 
     def __call__(self, shared: Shared) -> Shared:
         """What workers have after it."""

@@ -26,6 +26,7 @@ from shardlib.collectives._exact import Parameter
 from shardlib.layouts._specs import axes_without, parts_over, spec_axes
 from shardlib.step._exchange import pieces
 from shardlib.step._layer_order import Mover, reordered, stacked_dim
+from shardlib.step._saved_workers import like_saved_workers, with_these_workers
 from shardlib.step._state import Layout, State
 from shardlib.step._strategy import Strategy
 
@@ -54,6 +55,7 @@ def saved_like(state: State, shapes: Mapping[str, tuple[int, ...]]) -> State:
     The result is what `from_saved` takes. A checkpoint of a run without compression has no errors,
     and one of another number of workers has more or fewer of them.
     """
+    state = like_saved_workers(state, shapes)
     if not state.errors:
         return state
     if not any(path.startswith("errors/") for path in shapes):
@@ -83,7 +85,7 @@ def from_saved(state: State, like: State) -> State:
 
     If there were other workers then, or no compression, it is a state that owes as much.
     """
-    state = reordered(state, natural=False)
+    state = with_these_workers(reordered(state, natural=False), like)
     if not like.errors:
         return state
     if not state.errors:

@@ -274,6 +274,21 @@ def together(state: State) -> State:
     return state.replaced(params=params, opt_state=opt_state, rest=rest, workers=None)
 
 
+def shapes_together(state: State) -> State:
+    """The same of shapes and shardings, of arrays or of their shapes."""
+    if state.workers is None:
+        return state
+    workers = state.workers
+    own = shapes_of_one((workers.params, workers.opt_state, workers.rest))
+    params, opt_state, rest = own
+    alone = state.replaced(params=params, opt_state=opt_state, rest=rest, workers=None)
+
+    def described(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(described, alone, state_shardings(alone))
+
+
 def state_specs(state: State) -> State:
     """The specs of a state, from only its layout and shapes.
 

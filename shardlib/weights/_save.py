@@ -15,7 +15,7 @@ from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._host import to_device
 from shardlib.step._layer_order import reordered
-from shardlib.step._state import State, combine
+from shardlib.step._state import State, combine, together
 from shardlib.weights._table import Rule, Table, rules_by_path
 from shardlib.weights._tensor_files import DTYPES, INDEX, SINGLE, is_floating
 
@@ -117,7 +117,7 @@ def _files_of_models(folder: Path) -> list[Path]:
 
 def _of_model(state: State) -> Any:
     """The parameters of a state, with layers in the order of the model."""
-    natural = reordered(state.replaced(opt_state=None, errors={}), natural=True)
+    natural = reordered(together(state).replaced(opt_state=None, errors={}), natural=True)
     return combine(natural.params, natural.frozen)
 
 
