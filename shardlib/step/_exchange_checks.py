@@ -5,7 +5,8 @@ from typing import Any
 
 from shardlib.collectives._exact import Exchange
 from shardlib.collectives._zero import Zero
-from shardlib.layouts._rules import AxisRules
+from shardlib.layouts._rules import BATCH, AxisRules
+from shardlib.layouts._specs import as_tuple
 
 
 def check_exchange(
@@ -60,6 +61,39 @@ def check_exchange(
             "Leave `zero` out; or exchange over some of the axes, say those of the slow "
             'network: `mesh="pod=4,data=8"`, with `exchange=...(axis="pod")`.'
         )
+
+
+def check_apart(strategy: Any) -> None:
+    """Refuse what does not go with workers that have parameters of their own.
+
+    `strategy` is one whose exchange keeps workers apart.
+    """
+    shown = f"`Strategy(exchange={strategy.exchange}"
+    if strategy.pipeline is not None:
+        raise ValueError(
+            f"{shown}, pipeline=...)`: the stages of a pipeline hold layers of one model, and each "
+            "tick of the schedule runs on all of them together. Workers that train apart have a "
+            "model each, and none is cut into stages yet. Leave one of the two out."
+        )
+    if strategy.offloaded is not None:
+        raise ValueError(
+            f"{shown}, offload={strategy.offload!r})`: what each worker has of its own stays on "
+            "its devices. Leave `offload` out, or split the state within a worker: `zero=3`, over "
+            "an axis of data that the exchange does not take."
+        )
+    # The rule for the batch is the one that says who the workers are.
+    for name, candidates in strategy.rules.items():
+        if name == BATCH:
+            continue
+        for axis in strategy.apart:
+            if any(axis in as_tuple(axes) for axes in candidates):
+                raise ValueError(
+                    f"{shown})` keeps workers apart along `{axis}`, and the rule for `{name}` "
+                    "splits arrays over it: each worker would have a part of the model, and "
+                    "another part would be that of a worker with other parameters. Split "
+                    f"`{name}` over an axis within a worker: `rules | "
+                    f"sl.AxisRules({name}=...)`."
+                )
 
 
 def _why_no_gradients_along(axis: str, rules: AxisRules, axes: Mapping[str, int]) -> str:

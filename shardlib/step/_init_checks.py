@@ -74,6 +74,13 @@ def check_sender(optimizer: Any, strategy: Strategy) -> None:
     """Refuse an optimizer that needs workers' own gradients where it would be given others."""
     if not isinstance(optimizer, Local):
         return
+    if strategy.apart:
+        raise ValueError(
+            "The optimizer says itself what workers send in each step, and "
+            f"`Strategy(exchange={strategy.exchange})` has them send nothing between meetings. Use "
+            "an exchange that sends codes, `exchange=sl.collectives.OneBit(axis=...)`; or, apart, "
+            "an optimizer of averaged gradients, `optax.adamw`."
+        )
     if strategy.offloaded is not None:
         raise ValueError(
             f"`Strategy(offload={strategy.offload!r})`: the optimizer makes what it sends of its "

@@ -135,7 +135,9 @@ class _Meeting:
             if position not in self.coded.averaged_positions and parameter.axes:
                 exact.append(position)
         axes = [
-            axes_of_workers(self.exchange.met_over(self.parameters[i]), self.parameters[i], self.sizes)
+            axes_of_workers(
+                self.exchange.met_over(self.parameters[i]), self.parameters[i], self.sizes
+            )
             for i in exact
         ]
         totals = summed_over_workers(

@@ -63,9 +63,7 @@ class Microbatches:
         return jax.tree.map(keyed, tree)
 
 
-def microbatches_of(
-    batch: Any, strategy: Strategy, apart: tuple[str, ...] = ()
-) -> Microbatches:
+def microbatches_of(batch: Any, strategy: Strategy, apart: tuple[str, ...] = ()) -> Microbatches:
     """The microbatches of a device's examples, inside the region that is manual over the data.
 
     `apart` are the axes of workers outside of the strategy's own axes of data, if there are any.

@@ -18,8 +18,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.collectives._meetings import wide
-from shardlib.step._state import State, shapes_together, state_shardings, together
-from shardlib.step._workers import Workers, repeated, spread, workers_in
+from shardlib.step._state import State, shapes_together, state_shardings
+from shardlib.step._workers import (
+    Workers,
+    mean_of_workers,
+    repeated,
+    spread,
+    workers_in,
+    workers_of,
+)
 
 _KEPT = "workers/kept/"
 
@@ -35,66 +42,64 @@ def like_saved_workers(state: State, shapes: Mapping[str, tuple[int, ...]]) -> S
     if stored is None:
         return shapes_together(state)
     alone = shapes_together(state)
-    own = alone.params, alone.opt_state, alone.rest
     has_as_many = state.workers is not None and stored == state.layout.workers
     # Workers of another number are read whole by every device along their axes.
     split_over = state.layout.strategy.apart if has_as_many else None
     kept: dict[str, Any] = {}
     for name in _kept_names(shapes):
         kept[name] = jax.tree.map(_like_kept, alone.params)
-    workers = Workers(*jax.tree.map(lambda x: _with_workers(x, stored, split_over), own), kept)
+
+    def with_workers(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: _with_workers(leaf, stored, split_over), tree)
+
+    workers = Workers(
+        params=with_workers(alone.params),
+        opt_state=with_workers(alone.opt_state),
+        rest=with_workers(alone.rest),
+        kept=kept,
+    )
     return alone.replaced(opt_state=(), rest=(), workers=workers)
 
 
 def with_these_workers(state: State, like: State) -> State:
     """The state that was read, with as many workers as `like` has, or with none."""
     if like.workers is None:
-        return together(state) if state.workers is None else _mean_as(state, like)
-    shardings = state_shardings(like).workers
+        return state if state.workers is None else _mean(state, like)
     count = like.layout.workers
-    if state.workers is None:
+    shardings: Any = state_shardings(like).workers
+    read, kept = state.workers, {}
+    if read is None:
         own = state.params, state.opt_state, state.rest
-        made = jax.jit(
-            lambda own: repeated(own, count),
-            out_shardings=(shardings.params, shardings.opt_state, shardings.rest),
-        )(own)
-        kept: dict[str, Any] = {}
+        own = jax.jit(lambda own: repeated(own, count), out_shardings=shardings.own)(own)
     else:
-        own = state.workers.params, state.workers.opt_state, state.workers.rest
-        made, kept = own, state.workers.kept
-        if jax.tree.leaves(own)[0].shape[0] != count:
-            made = jax.jit(
-                lambda own: spread(own, count),
-                out_shardings=(shardings.params, shardings.opt_state, shardings.rest),
-            )(own)
-    kept = {name: _kept_or_zeros(kept, name, like, shardings) for name in like.workers.kept}
-    return state.replaced(opt_state=(), rest=(), workers=Workers(*made, kept))
+        own, kept = read.own, read.kept
+        if workers_of(own) != count:
+            own = jax.jit(lambda own: spread(own, count), out_shardings=shardings.own)(own)
+    all_kept: dict[str, Any] = {}
+    for name, shapes in like.workers.kept.items():
+        all_kept[name] = kept.get(name, _zeros(shapes, shardings.kept[name]))
+    params, opt_state, rest = own
+    workers = Workers(params, opt_state, rest, all_kept)
+    return state.replaced(opt_state=(), rest=(), workers=workers)
 
 
-def _mean_as(state: State, like: State) -> State:
+def _mean(state: State, like: State) -> State:
     """The mean of workers that were read, for a run that has none."""
-    assert state.workers is not None
-    own = state.workers.params, state.workers.opt_state, state.workers.rest
+    workers: Any = state.workers
     shardings = state_shardings(like)
-    mean = jax.jit(
-        lambda own: jax.tree.map(lambda x: x[0], spread(own, 1)),
-        out_shardings=(shardings.params, shardings.opt_state, shardings.rest),
-    )
-    params, opt_state, rest = mean(own)
+    out_shardings = shardings.params, shardings.opt_state, shardings.rest
+    mean = jax.jit(mean_of_workers, out_shardings=out_shardings)
+    params, opt_state, rest = mean(workers.own)
     return state.replaced(params=params, opt_state=opt_state, rest=rest, workers=None)
 
 
-def _kept_or_zeros(kept: Mapping[str, Any], name: str, like: State, shardings: Any) -> Any:
-    """What meetings have kept under a name; zeros if those of the checkpoint kept no such thing."""
-    if name in kept:
-        return kept[name]
-    assert like.workers is not None
-    shapes = like.workers.kept[name]
-    zeros = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-        out_shardings=shardings.kept[name],
-    )
-    return zeros()
+def _zeros(shapes: Any, shardings: Any) -> Any:
+    """Zeros of some shapes, made where they are laid out."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=shardings)()
 
 
 def _kept_names(shapes: Mapping[str, Any]) -> list[str]:

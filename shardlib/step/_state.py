@@ -127,8 +127,12 @@ class Layout:
         kept: dict[str, Any] = {}
         for name in exchange.keeps:
             kept[name] = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
-        own = repeated((params, opt_state, rest), self.workers)
-        return Workers(*own, kept)
+        return Workers(
+            params=repeated(params, self.workers),
+            opt_state=repeated(opt_state, self.workers),
+            rest=repeated(rest, self.workers),
+            kept=kept,
+        )
 
     def no_errors(self, params: Any) -> ErrorsByPath:
         """What a compressed exchange has left over before the first step: zeros.
@@ -257,20 +261,16 @@ def together(state: State) -> State:
     """
     if state.workers is None:
         return state
-    specs = state_specs(state).workers
-    assert specs is not None
+    specs: Any = state_specs(state).workers
     mesh = state.layout.strategy.device_mesh
-
-    def mean(own: Any) -> Any:
-        return mean_of_workers(own)
 
     def sharding(spec: PartitionSpec) -> NamedSharding:
         # Without the dim of workers, over which a mean is the same.
         return NamedSharding(mesh, PartitionSpec(*spec[1:]))
 
-    own = state.workers.params, state.workers.opt_state, state.workers.rest
-    shardings = jax.tree.map(sharding, (specs.params, specs.opt_state, specs.rest))
-    params, opt_state, rest = jax.jit(mean, out_shardings=shardings)(own)
+    shardings = jax.tree.map(sharding, specs.own)
+    mean = jax.jit(mean_of_workers, out_shardings=shardings)
+    params, opt_state, rest = mean(state.workers.own)
     return state.replaced(params=params, opt_state=opt_state, rest=rest, workers=None)
 
 
@@ -278,9 +278,7 @@ def shapes_together(state: State) -> State:
     """The same of shapes and shardings, of arrays or of their shapes."""
     if state.workers is None:
         return state
-    workers = state.workers
-    own = shapes_of_one((workers.params, workers.opt_state, workers.rest))
-    params, opt_state, rest = own
+    params, opt_state, rest = shapes_of_one(state.workers.own)
     alone = state.replaced(params=params, opt_state=opt_state, rest=rest, workers=None)
 
     def described(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -309,10 +307,14 @@ def state_specs(state: State) -> State:
         return stored[path]
 
     def of_workers(workers: Workers) -> Workers:
-        opt_state, rest = shapes_of_one((workers.opt_state, workers.rest))
-        own = place(at_rest, state.params), place(follow, opt_state), place(named, rest)
-        kept = {name: place(at_rest, tree) for name, tree in workers.kept.items()}
-        return Workers(*specs_with_dim(own, layout.strategy.apart), kept)
+        apart = layout.strategy.apart
+        _, opt_state, rest = shapes_of_one(workers.own)
+        return Workers(
+            params=specs_with_dim(place(at_rest, state.params), apart),
+            opt_state=specs_with_dim(place(follow, opt_state), apart),
+            rest=specs_with_dim(place(named, rest), apart),
+            kept={name: place(at_rest, tree) for name, tree in workers.kept.items()},
+        )
 
     return State(
         step=whole,

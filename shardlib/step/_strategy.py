@@ -5,7 +5,6 @@ What is asked for is in its fields. All else is derived from them, and named onc
 the axes over which the step is manual, those that ZeRO splits over, those of the slow network.
 """
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -14,7 +13,6 @@ from typing import Any, Literal
 import optax
 from jax.sharding import Mesh
 
-from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange
 from shardlib.collectives._zero import Zero, resolve_zero
@@ -29,7 +27,6 @@ from shardlib.layouts._rules import (
     BATCH,
     EXPERTS,
     LAYERS,
-    RINGS,
     SEQUENCE,
     AxisRules,
     counts_layers,
@@ -39,11 +36,11 @@ from shardlib.layouts._rules import (
 from shardlib.layouts._specs import as_tuple, axes_within, axes_without
 from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
 from shardlib.machine._portable_mesh import PortableMesh
-from shardlib.pipeline._schedule_checks import check_is_schedule, check_stage_axis, check_table
 from shardlib.pipeline.schedules._schedule import Schedule
-from shardlib.step._exchange_checks import check_exchange
+from shardlib.step._exchange_checks import check_apart, check_exchange
 from shardlib.step._offload import Offload, resolve_offload, with_offloaded
 from shardlib.step._precision import Precision, resolve_precision
+from shardlib.step._strategy_checks import check_offload, check_pipeline
 
 # The count of microbatches is an int32 in the compiled step.
 _MOST_MICROBATCHES = 2**31 - 1
@@ -123,7 +120,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         self._check_fields()
-        axes = self._axis_sizes
+        axes = self.axis_sizes
         # Each field is checked by itself first, and then what must fit together, so that errors
         # name the simplest cause.
         self.rules.check_mesh(axes)
@@ -131,9 +128,11 @@ class Strategy:
         self._check_manual()
         resolve_precision(self.precision)
         check_exchange(self.exchange, self.zero, self.sharding, self.data_axes, self.rules, axes)
-        self._check_offload()
+        check_offload(self)
+        if self.apart:
+            check_apart(self)
         if self.pipeline is not None:
-            self._check_pipeline(axes)
+            check_pipeline(self, axes)
         elif self.remat == "stage":
             raise ValueError(
                 '`Strategy(remat="stage")` keeps what is sent to each stage of a pipeline: '
@@ -141,7 +140,7 @@ class Strategy:
             )
 
     @property
-    def _axis_sizes(self) -> dict[str, int]:
+    def axis_sizes(self) -> dict[str, int]:
         """The sizes of the mesh's axes, without asking JAX for its devices."""
         if isinstance(self.mesh, str):
             return parse_axes(self.mesh)
@@ -232,89 +231,6 @@ class Strategy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         return self
-
-    def _check_offload(self) -> None:
-        """Refuse parameters in the host's memory with what holds them whole."""
-        if self.offloaded is None or not self.offloaded.parameters:
-            return
-        shown = f"`Strategy(offload={self.offload!r}"
-        over = axes_within(self.zero_axes, self.sequence_axes)
-        sizes = self._axis_sizes
-        if any(sizes[axis] > 1 for axis in over):
-            raise ValueError(
-                f"{shown}, zero={self.zero!r})`: parameters are copied from the host some rows at "
-                f"a time, and over {listed(over)}, which splits sequences, other dims of theirs "
-                "would be split. Name the axes of data, "
-                f"`zero=sl.Zero({self.sharding.stage}, axes={self.data_axes})`, or leave "
-                'parameters on the device: `offload="optimizer"`.'
-            )
-        # Only parameters are used in the passes: the optimizer's state is read once a step.
-        if self.pipeline is not None:
-            raise ValueError(
-                f"{shown}, pipeline=...)`: each stage uses its layers in every tick, so that they "
-                "would be copied from the host as often. Leave them on the device: "
-                '`offload="optimizer"`.'
-            )
-        if isinstance(self.exchange, Exact) and self.exchange.overlap:
-            raise ValueError(
-                f"{shown}, exchange={self.exchange})`: what is copied from the host where it is "
-                "used is not exchanged in the backward pass. Use `zero=3`, which scatters "
-                'gradients there, without `overlap`, or `offload="optimizer"`.'
-            )
-
-    def _check_pipeline(self, axes: Mapping[str, int]) -> None:
-        """Refuse a schedule that cannot be run, or not with the other fields.
-
-        A field that means something else in a pipeline, or nothing, is not passed over: the error
-        says what to take in its place.
-        """
-        schedule: Any = self.pipeline
-        check_is_schedule(schedule)
-        check_table(schedule)
-        check_stage_axis(schedule, self.rules, axes)
-        for axis, size in axes.items():
-            if size > 1 and self.rules.attention_form(axis) in RINGS:
-                raise ValueError(
-                    f"`Strategy(pipeline=...)` with attention around a ring over `{axis}`: in a "
-                    "tick, stages take different branches of the program, and the permutes of a "
-                    'ring wait for all of them. Use `sl.rules.context("ulysses")` or `"gather"`.'
-                )
-        if self.accumulate != 1:
-            raise ValueError(
-                f"`Strategy(accumulate={self.accumulate}, pipeline=...)`: the schedule says how "
-                f"many microbatches there are, {schedule.microbatches}: leave `accumulate` out."
-            )
-        if self.sharding.stage > 1:
-            raise ValueError(
-                f"`Strategy(zero={self.zero!r}, pipeline=...)`: each stage uses its layers in "
-                "every tick, so that stages 2 and 3 of ZeRO would scatter gradients, and gather "
-                "weights, once for every microbatch. Use `zero=1`, which splits parameters and "
-                "optimizer state at rest alike."
-            )
-        if isinstance(self.remat, RematByBlock | RematBudget):
-            raise ValueError(
-                f"`Strategy(remat={self.remat}, pipeline=...)`: all stages run the same program, "
-                'so that their layers keep the same. Use one value for all, or `remat="stage"`.'
-            )
-        kept = self.kept_by_blocks
-        if kept is not None and kept.chain is not None:
-            raise ValueError(
-                f"`Strategy(remat={check.shown(self.remat)}, pipeline=...)`: a pipeline "
-                "differentiates its layers one by one, and keeps their inputs for each microbatch. "
-                'To keep less, take `remat="stage"`: only what was sent to each stage.'
-            )
-        if self.offloaded_activations:
-            raise ValueError(
-                f"`Strategy(remat={check.shown(self.remat)}, offload={self.offload!r}, "
-                f"pipeline=...)` offloads {listed(self.offloaded_activations)}: what a stage keeps "
-                "of a microbatch waits in buffers of the device. Keep less there, "
-                '`remat="full"`, or `remat="stage"`, which keeps only what was sent to each stage.'
-            )
-        if isinstance(self.exchange, Exact) and self.exchange.overlap:
-            raise ValueError(
-                "`Exact(overlap=True)` is for steps without a pipeline: here gradients go after "
-                "the last tick."
-            )
 
     @cached_property
     def stage_axis(self) -> str | None:

@@ -41,6 +41,11 @@ class Workers(NamedTuple):
     rest: Any
     kept: dict[str, Any]
 
+    @property
+    def own(self) -> tuple[Any, Any, Any]:
+        """All that has a dim of workers."""
+        return self.params, self.opt_state, self.rest
+
 
 def repeated(tree: Any, workers: int) -> Any:
     """Arrays with a dim of workers in front, of which all have the same."""
@@ -93,8 +98,16 @@ def _spread(x: jax.Array, workers: int) -> jax.Array:
     return jnp.broadcast_to(mean, (workers, *x.shape[1:]))
 
 
+def workers_of(tree: Any) -> int:
+    """How many workers there are in a tree of arrays with a dim of workers."""
+    return jax.tree.leaves(tree)[0].shape[0]
+
+
 def workers_in(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-    """How many workers a checkpoint has, from the shapes of its arrays by path; None without any."""
+    """How many workers a checkpoint has, or None if it has none.
+
+    `shapes` are those of its arrays, by path.
+    """
     for path, shape in shapes.items():
         if path.startswith("workers/params/"):
             return shape[0]

@@ -140,6 +140,11 @@ def check_step(
             "`meshes` is empty."
         )
 
+    if getattr(options.get("exchange"), "apart", ()):
+        raise ValueError(
+            f"`check_step(exchange={options['exchange']})`: workers that train apart do not take "
+            "the steps of one device. Compare one worker, by leaving `exchange` out."
+        )
     # One device first: what it gives is the reference for every mesh.
     experiment = Experiment(make_model, optimizer, loss_fn, batch, steps, trainable)
     expected = reference(Run(experiment, _single_device(axes, rules, options)), tolerance)
