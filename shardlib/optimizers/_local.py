@@ -1,4 +1,4 @@
-"""Optimizers that say themselves what workers send each other.
+"""Optimizers that say themselves what workers send each other, and when.
 
 Ordinary optimizers are given the mean of all workers' gradients. Some methods average something
 else, momenta for one, and need each worker's own gradient to make it:
@@ -65,4 +65,78 @@ class Local(optax.GradientTransformationExtraArgs):
         transformation.sends = sends
         transformation.message = message
         transformation.for_run = for_run
+        return transformation
+
+
+class Apart(optax.GradientTransformationExtraArgs):
+    """An optimizer that lets workers differ, and says when they meet and what they send then.
+
+    Give it to `sl.init` as it is, under a strategy whose exchange sends codes. Each worker has
+    parameters and a state of its own, and `update` takes a step with its own gradient. Then, if
+    `meets(state)`, workers average their `message(state)`, and `met` says from which parameters,
+    and with which state, all of them go on:
+
+        own gradient --update()--> own parameters and state
+            if meets(state):   message(state) --codes, exchange--> its mean --met()--> the same
+
+    Before `update`, while `averages(state)`, gradients are averaged exactly, for a variance say.
+    Where all workers have the same parameters after such a step, `alike(state)`, there is nothing
+    to send, and as good as a meeting.
+
+    What decides in `meets` and `averages`, counts of steps, is the same for all workers. So a step
+    in which one worker's gradient is not finite changes nothing for any of them.
+    """
+
+    averages: Callable[[Any], jax.Array]
+    alike: Callable[[Any], jax.Array]
+    meets: Callable[[Any], jax.Array]
+    message: Callable[[Any], tuple[Any, Any]]
+    met: Callable[[Any, Any, Any], tuple[Any, Any]]
+    for_run: Callable[[int], "Apart"]
+
+    def __new__(
+        cls,
+        init: Callable,
+        update: Callable,
+        *,
+        averages: Callable[[Any], jax.Array],
+        alike: Callable[[Any], jax.Array],
+        meets: Callable[[Any], jax.Array],
+        message: Callable[[Any], tuple[Any, Any]],
+        met: Callable[[Any, Any, Any], tuple[Any, Any]],
+        for_run: Callable[[int], "Apart"],
+    ) -> "Apart":
+        """Make an optimizer of its functions.
+
+        Args:
+            init: makes the state from parameters, as optax has it.
+            update: makes a worker's updates; it takes `averaged`, whether the gradients are the
+                mean of all workers' in this step, besides what optax has.
+            averages: whether gradients are averaged in the step that begins with a state.
+            alike: whether the step that made a state has left all workers with the same parameters
+                and the same state.
+            meets: whether workers meet at the end of the step that made a state.
+            message: what a worker sends, a tree like the parameters, and a tree of bools that says
+                where it is not always zero. Both are of a device's own shards.
+            met: `(mean of messages, state, center) -> (parameters, state)`, where the center is the
+                parameters on which workers met last; again of a device's own shards.
+            for_run: the same optimizer for a run of so many steps, if its length is not known.
+        """
+        functions = {
+            "init": init,
+            "update": update,
+            "averages": averages,
+            "alike": alike,
+            "meets": meets,
+            "message": message,
+            "met": met,
+            "for_run": for_run,
+        }
+        for name, function in functions.items():
+            check.function("Apart", name, function)
+        transformation = super().__new__(cls, init, update)
+        for name, function in functions.items():
+            # The first two are what optax has made of it already.
+            if name not in ("init", "update"):
+                setattr(transformation, name, function)
         return transformation

@@ -19,13 +19,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.core import Tracer
 
 from shardlib.checks import _arguments as check
-from shardlib.checks import _arrays as check_arrays
+from shardlib.optimizers._hyperparameters import check_learning_rate, check_mask
 from shardlib.optimizers._local import Local
+from shardlib.optimizers._moments import TAKES, check_moment, step_of
+
+_NAME = "onebit_adam"
 
 SETTLED = 0.04
 """The variance has settled when, over as many steps as it remembers, its norm changes by less than
@@ -89,8 +90,8 @@ def onebit_adam(
     b2 = check.number("onebit_adam", "b2", b2, least=0, below=1)
     eps = check.number("onebit_adam", "eps", eps, least=0)
     weight_decay = check.number("onebit_adam", "weight_decay", weight_decay, least=0)
-    _check_learning_rate(learning_rate)
-    _check_mask(mask)
+    check_learning_rate(_NAME, learning_rate)
+    check_mask(_NAME, mask)
     adam = _OneBitAdam(
         learning_rate, freeze, steps, b1, b2, eps, weight_decay=weight_decay, mask=mask
     )
@@ -309,58 +310,13 @@ def _resolved(freeze: Any, steps: int | None) -> Any:
 
     None if that is a part of a run whose length is not known.
     """
-    is_part = isinstance(freeze, float)
-    if freeze == "auto" or steps is None:
-        return None if is_part else freeze
-    step = max(1, round(freeze * steps)) if is_part else freeze
-    if step >= steps:
-        raise ValueError(
-            f"`onebit_adam(freeze={freeze})` lies beyond the run, which has {steps} steps: nothing "
-            "would ever be compressed. Freeze earlier, after 15 to 25 % of a run say, "
-            "`freeze=0.2`; or use `optax.adamw`."
-        )
-    return step
+    if freeze == "auto":
+        return freeze
+    return step_of(_NAME, "freeze", freeze, steps)
 
 
 def _check_freeze(freeze: Any, steps: Any) -> None:
     """Refuse what is neither a step, nor a part of a run, nor `"auto"`."""
-    if isinstance(freeze, Tracer):
-        raise ValueError(
-            "`onebit_adam(freeze=...)` is known before anything is traced, so it does not go into "
-            "`optax.inject_hyperparams`. What changes over a run, the learning rate, is a "
-            "schedule: `onebit_adam(optax.cosine_decay_schedule(...))`."
-        )
-    # A bool is an int to Python, but no step.
-    is_int = isinstance(freeze, int | np.integer) and not isinstance(freeze, bool)
-    is_step = is_int and freeze >= 1
-    is_part = type(freeze) is float and 0 < freeze < 1
-    is_auto = isinstance(freeze, str) and freeze == "auto"
-    if not (is_step or is_part or is_auto):
-        raise ValueError(
-            f"`onebit_adam(freeze={check.shown(freeze)})` takes a step, an int of at least 1, a "
-            'part of the run, a float between 0 and 1, or "auto".'
-        )
-    check.whole("onebit_adam", "steps", steps, "a number of steps", least=1, optional=True)
-
-
-def _check_learning_rate(rate: Any) -> None:
-    """Refuse what is neither a number nor a schedule; a scalar array is a number too."""
-    takes = "a number, or a schedule: a function of the number of steps taken"
-    if callable(rate) and not isinstance(rate, type):
-        return
-    if hasattr(rate, "dtype"):
-        check_arrays.real("onebit_adam", "learning_rate", rate, takes)
-        if rate.shape != ():
-            raise check.refusal("onebit_adam", "learning_rate", rate, takes)
-        return
-    check.number("onebit_adam", "learning_rate", rate, takes)
-
-
-def _check_mask(mask: Any) -> None:
-    """Refuse what is no mask of `optax.add_decayed_weights`: a tree of bools, or a function."""
-    takes = "a tree of bools like the parameters, or a function that makes one of them"
-    if mask is None or (callable(mask) and not isinstance(mask, type)):
-        return
-    leaves = jax.tree.leaves(mask)
-    if not leaves or not all(isinstance(leaf, bool) for leaf in leaves):
-        raise check.refusal("onebit_adam", "mask", mask, f"{takes}, or None")
+    if not (isinstance(freeze, str) and freeze == "auto"):
+        check_moment(_NAME, "freeze", freeze, f'{TAKES}, or "auto"')
+    check.whole(_NAME, "steps", steps, "a number of steps", least=1, optional=True)

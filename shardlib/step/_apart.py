@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from shardlib._tree import map_named
 from shardlib.layouts._rules import rules_without
 from shardlib.layouts._specs import keep_axes
+from shardlib.optimizers._local import Apart
 from shardlib.step._meeting import Shared, meet
 from shardlib.step._state import Layout, State, state_specs
 from shardlib.step._workers import Workers, of_one, with_dim
@@ -39,8 +39,7 @@ def step_apart(take_step: TakeStep, state: State, batch: Any) -> tuple[State, Me
         state: the state before, with what workers have of their own.
         batch: the examples of all workers.
     """
-    strategy = state.layout.strategy
-    apart = strategy.apart
+    apart = state.layout.apart
     specs = jax.tree.map(lambda spec: keep_axes(spec, apart), state_specs(state))
     on_workers = jax.shard_map(
         lambda state, batch: _worker_step(take_step, state, batch),
@@ -66,15 +65,16 @@ def _worker_step(take_step: TakeStep, state: State, batch: Any) -> tuple[State, 
         layout=layout_of_worker(layout),
     )
     after, metrics = take_step(alone, batch)
-    described = layout.parameters(state.params)
-    parameters = map_named(lambda path, _: described[path], state.params)
-    before = Shared(state.params, after.params, workers.kept, state.errors)
-    shared = meet(layout.strategy, parameters, before, after.step)
-    nonfinite, metrics = _of_all_workers(
-        layout.strategy.apart, after.nonfinite - state.nonfinite, metrics
-    )
-    own = with_dim(Workers(shared.own, after.opt_state, after.rest, {}))
-    exchange: Any = layout.strategy.exchange
+    # Only an optimizer that says when workers meet changes its state in a meeting.
+    opt_state, specs = (), ()
+    if isinstance(layout.optimizer, Apart):
+        opt_state, specs = after.opt_state, state_specs(alone).opt_state
+    before = Shared(state.params, after.params, opt_state, workers.kept, state.errors)
+    met, shared = meet(layout, before, specs, after.step)
+    nonfinite, metrics = _of_all_workers(layout.apart, after.nonfinite - state.nonfinite, metrics)
+    if not isinstance(layout.optimizer, Apart):
+        shared = shared._replace(opt_state=after.opt_state)
+    own = with_dim(Workers(shared.own, shared.opt_state, after.rest, {}))
     after_all = state.replaced(
         step=after.step,
         params=shared.center,
@@ -83,16 +83,15 @@ def _worker_step(take_step: TakeStep, state: State, batch: Any) -> tuple[State, 
         streams=after.streams,
         nonfinite=state.nonfinite + nonfinite,
     )
-    return after_all, metrics | {"met": exchange.is_due(after.step)}
+    return after_all, metrics | {"met": met}
 
 
 def layout_of_worker(layout: Layout) -> Layout:
     """The layout of what one worker has, on its own devices."""
-    strategy = layout.strategy
     return replace(
         layout,
-        strategy=strategy.of_worker,
-        variable_rules=rules_without(layout.variable_rules, strategy.apart),
+        strategy=layout.strategy.of_worker(layout.apart),
+        variable_rules=rules_without(layout.variable_rules, layout.apart),
     )
 
 

@@ -63,11 +63,13 @@ def check_exchange(
         )
 
 
-def check_apart(strategy: Any) -> None:
+def check_apart(strategy: Any, apart: tuple[str, ...]) -> None:
     """Refuse what does not go with workers that have parameters of their own.
 
-    `strategy` is one whose exchange keeps workers apart.
+    `apart` are the axes along which they have, as the exchange or the optimizer wants it.
     """
+    if not apart:
+        return
     shown = f"`Strategy(exchange={strategy.exchange}"
     if strategy.pipeline is not None:
         raise ValueError(
@@ -85,13 +87,13 @@ def check_apart(strategy: Any) -> None:
     for name, candidates in strategy.rules.items():
         if name == BATCH:
             continue
-        for axis in strategy.apart:
+        for axis in apart:
             if any(axis in as_tuple(axes) for axes in candidates):
                 raise ValueError(
-                    f"{shown})` keeps workers apart along `{axis}`, and the rule for `{name}` "
-                    "splits arrays over it: each worker would have a part of the model, and "
-                    "another part would be that of a worker with other parameters. Split "
-                    f"`{name}` over an axis within a worker: `rules | "
+                    f"{shown})` has workers with parameters of their own along `{axis}`, and the "
+                    f"rule for `{name}` splits arrays over it: each worker would have a part of "
+                    "the model, and another part would be that of a worker with other "
+                    f"parameters. Split `{name}` over an axis within a worker: `rules | "
                     f"sl.AxisRules({name}=...)`."
                 )
 

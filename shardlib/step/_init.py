@@ -194,7 +194,7 @@ class _StateBuilder:
             errors = layout.no_errors(params)
         workers, rest = None, parts.rest
         if self.optimizer is not None:
-            workers = layout.apart(params, opt_state, rest)
+            workers = layout.of_own(params, opt_state, rest)
         if workers is not None:
             # All but the parameters is each worker's own.
             opt_state, rest = (), ()

@@ -22,9 +22,10 @@ from shardlib.collectives._zero_split import Split
 from shardlib.layouts._relate import Relation
 from shardlib.layouts._resolve import resolve
 from shardlib.layouts._rules import EXPERTS, LAYERS, AxisRules
-from shardlib.layouts._specs import product_text, spec_axes
+from shardlib.layouts._specs import axes_within, product_text, spec_axes
 from shardlib.modeling._flax import Names
-from shardlib.optimizers._local import Local
+from shardlib.optimizers._local import Apart, Local
+from shardlib.step._exchange_checks import check_apart
 from shardlib.step._precision import check_patterns
 from shardlib.step._state import Layout
 from shardlib.step._strategy import Strategy
@@ -54,7 +55,8 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
     for path, parameter in layout.parameters(params).items():
         if exchange.over(parameter):
             exchanged.append(path)
-    if not exchanged:
+    # Workers that train apart average what is not sent as codes as well, exactly.
+    if not exchanged and not layout.apart:
         raise ValueError(
             f"`Strategy(exchange={exchange})` takes the gradient of no parameter: each is exact by "
             f"a pattern, or split over {', '.join(map(repr, exchange.axes))}. Use `sl.Exact()`."
@@ -72,7 +74,7 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
 
 def check_sender(optimizer: Any, strategy: Strategy) -> None:
     """Refuse an optimizer that needs workers' own gradients where it would be given others."""
-    if not isinstance(optimizer, Local):
+    if not isinstance(optimizer, Local | Apart):
         return
     if strategy.apart:
         raise ValueError(
@@ -94,6 +96,14 @@ def check_sender(optimizer: Any, strategy: Strategy) -> None:
             "exchange that sends codes, `exchange=sl.collectives.OneBit(axis=...)`; or for "
             "averaged gradients `optax.adamw`."
         )
+    if isinstance(optimizer, Apart):
+        if not isinstance(strategy.exchange, Compressed):
+            raise ValueError(
+                "The optimizer has workers send codes now and then, and "
+                f"`Strategy(exchange={strategy.exchange})` sends none. Use one that does, "
+                "`exchange=sl.collectives.OneBit(axis=...)`."
+            )
+        check_apart(strategy, axes_within(strategy.data_axes, strategy.exchange.axes))
     # A norm can be computed of workers' own gradients; what a transformation needs is unknown.
     if isinstance(strategy.clip, optax.GradientTransformation):
         raise ValueError(

@@ -34,7 +34,12 @@ class Update(NamedTuple):
 
 
 def update_of(
-    state: State, gradient: Gradient, trained: Any, loss: jax.Array, strategy: Strategy
+    state: State,
+    gradient: Gradient,
+    trained: Any,
+    loss: jax.Array,
+    strategy: Strategy,
+    averaged: jax.Array | None = None,
 ) -> Update:
     """Clip a gradient and let the optimizer move the parameters.
 
@@ -45,6 +50,8 @@ def update_of(
         trained: a `StepParameter` for each trained parameter.
         loss: the loss of the whole batch, for optimizers that ask for it.
         strategy: the strategy of the step.
+        averaged: whether the gradient is the mean of workers that have parameters of their own;
+            None if the optimizer does not ask.
     """
     optimizer = state.layout.optimizer
     norm, all_finite = jnp.sqrt(gradient.square), jnp.all(gradient.finite)
@@ -59,6 +66,8 @@ def update_of(
             lambda parameter: bool(strategy.exchange.over(parameter.exchanged)), trained
         )
         metrics["compressed"] = optimizer.sends(state.opt_state)
+    if averaged is not None:
+        extra["averaged"] = averaged
 
     def moved(params: Any, opt_state: Any, values: Any, scalars: Any) -> tuple[Any, Any, Any]:
         norm, all_finite, loss = scalars

@@ -44,7 +44,7 @@ def like_saved_workers(state: State, shapes: Mapping[str, tuple[int, ...]]) -> S
     alone = shapes_together(state)
     has_as_many = state.workers is not None and stored == state.layout.workers
     # Workers of another number are read whole by every device along their axes.
-    split_over = state.layout.strategy.apart if has_as_many else None
+    split_over = state.layout.apart if has_as_many else None
     kept: dict[str, Any] = {}
     for name in _kept_names(shapes):
         kept[name] = jax.tree.map(_like_kept, alone.params)

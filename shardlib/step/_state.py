@@ -17,9 +17,10 @@ from shardlib.layouts._host import HOST, to_device
 from shardlib.layouts._placement import Placement, by_names, like_parameters, place
 from shardlib.layouts._relate import Relation
 from shardlib.layouts._rules import AxisRules
-from shardlib.layouts._specs import axes_without, parts_over, spec_axes
+from shardlib.layouts._specs import axes_within, axes_without, parts_over, spec_axes
 from shardlib.modeling._flax import Definition, Names
 from shardlib.modeling._random import is_key
+from shardlib.optimizers._local import Apart
 from shardlib.step._exchange import ErrorsByPath, pieces
 from shardlib.step._layer_order import place_layers, reordered
 from shardlib.step._offload import parameters_on_host, state_on_host
@@ -111,22 +112,39 @@ class Layout:
             )
         return described
 
+    def parameters_of(self, params: Any) -> Any:
+        """The same, as a tree like the parameters."""
+        described = self.parameters(params)
+        return map_named(lambda path, _: described[path], params)
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes along which workers have parameters of their own; none if all have the same.
+
+        Either the exchange wants it, or the optimizer does, over the axes of the exchange.
+        """
+        strategy = self.strategy
+        if isinstance(self.optimizer, Apart):
+            return axes_within(strategy.data_axes, strategy.exchange.axes)
+        return strategy.apart
+
     @property
     def workers(self) -> int:
         """How many workers have parameters of their own; 1 if all have the same."""
-        return parts_over(self.strategy.device_mesh.shape, self.strategy.apart)
+        return parts_over(self.strategy.device_mesh.shape, self.apart)
 
-    def apart(self, params: Any, opt_state: Any, rest: Any) -> Workers | None:
+    def of_own(self, params: Any, opt_state: Any, rest: Any) -> Workers | None:
         """What workers have of their own before the first step: all have the same.
 
         None if they have nothing of their own.
         """
-        exchange = self.strategy.exchange
-        if not isinstance(exchange, Meeting):
+        if not self.apart:
             return None
+        exchange = self.strategy.exchange
         kept: dict[str, Any] = {}
-        for name in exchange.keeps:
-            kept[name] = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
+        if isinstance(exchange, Meeting):
+            for name in exchange.keeps:
+                kept[name] = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
         return Workers(
             params=repeated(params, self.workers),
             opt_state=repeated(opt_state, self.workers),
@@ -307,7 +325,7 @@ def state_specs(state: State) -> State:
         return stored[path]
 
     def of_workers(workers: Workers) -> Workers:
-        apart = layout.strategy.apart
+        apart = layout.apart
         _, opt_state, rest = shapes_of_one(workers.own)
         return Workers(
             params=specs_with_dim(place(at_rest, state.params), apart),

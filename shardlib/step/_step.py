@@ -33,13 +33,14 @@ from shardlib.layouts._placement import place
 from shardlib.layouts._remat_policy import Remat, RematBudget
 from shardlib.machine._absent import is_absent, without_cache
 from shardlib.machine._agreement import require_agreement
-from shardlib.optimizers._local import Local
+from shardlib.optimizers._local import Apart, Local
 from shardlib.step._apart import step_apart
 from shardlib.step._batches import batch_sharding, check_batch
 from shardlib.step._compiler_options import CompilerOptions, compiler_options
 from shardlib.step._exchange import Sender
 from shardlib.step._gradient import GradientFunction, GradientInputs, Metrics
 from shardlib.step._loss import LossFunction, check_arguments
+from shardlib.step._meeting import averaged_if_asked
 from shardlib.step._optimizer_update import update_of
 from shardlib.step._pipelined import Programs
 from shardlib.step._remat_budget import FittedRemat, fit_remat, host_room, loops_of
@@ -258,27 +259,39 @@ class Step:
 
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step, as it is traced: of all workers together, or of each apart."""
-        if not self.strategy.apart:
+        of_all = state.layout
+        if not of_all.apart:
             return self._take(self.strategy, state, batch)
+        worker = self.strategy.of_worker(of_all.apart)
 
         def take(state: State, batch: Any) -> tuple[State, Metrics]:
-            worker = self.strategy.of_worker
             # Names and reductions over the batch are those of the worker alone.
             with worker.scope(), recording(self._used):
-                return self._take(worker, state, batch)
+                return self._take(worker, state, batch, of_all)
 
         return step_apart(take, state, batch)
 
-    def _take(self, strategy: Strategy, state: State, batch: Any) -> tuple[State, Metrics]:
-        """One step under a strategy. Its order is that of the text at the top of this file."""
+    def _take(
+        self, strategy: Strategy, state: State, batch: Any, of_all: Layout | None = None
+    ) -> tuple[State, Metrics]:
+        """One step under a strategy. Its order is that of the text at the top of this file.
+
+        If this is one of several workers that have parameters of their own, `of_all` is the layout
+        of the state of all.
+        """
         layout = state.layout
+        apart = () if of_all is None else of_all.apart
         trained = self._parameters(state, state.params, frozen=False)
         frozen = self._parameters(state, state.frozen, frozen=True)
         sender = self._sender(state)
         differentiate = GradientFunction(
-            self.loss_fn, strategy, layout, trained, frozen, sender, self.strategy.apart
+            self.loss_fn, strategy, layout, trained, frozen, sender, apart
         )
         gradient, streams, rest, metrics = differentiate(_inputs_of(state, batch, sender))
+        averaged = None
+        if isinstance(layout.optimizer, Apart):
+            assert of_all is not None
+            averaged, gradient = averaged_if_asked(of_all, state, gradient)
         # Only now are the names known that annotations of the loss have used.
         check_experts(layout, strategy, self._used.names)
 
@@ -286,7 +299,7 @@ class Step:
         # is right. What the user said about implicit promotion applies to the loss; optimizers of
         # optax need it.
         with jax.named_scope(OPTIMIZER), jax.numpy_dtype_promotion("standard"):
-            update = update_of(state, gradient, trained, metrics["loss"], strategy)
+            update = update_of(state, gradient, trained, metrics["loss"], strategy, averaged)
         params, opt_state, streams, rest = drop_weak_types(
             (update.params, update.opt_state, streams, rest)
         )

@@ -129,8 +129,7 @@ class Strategy:
         resolve_precision(self.precision)
         check_exchange(self.exchange, self.zero, self.sharding, self.data_axes, self.rules, axes)
         check_offload(self)
-        if self.apart:
-            check_apart(self)
+        check_apart(self, self.apart)
         if self.pipeline is not None:
             check_pipeline(self, axes)
         elif self.remat == "stage":
@@ -306,12 +305,11 @@ class Strategy:
 
     @cached_property
     def apart(self) -> tuple[str, ...]:
-        """The axes along which workers have parameters of their own; none if all have the same."""
+        """The axes along which the exchange keeps workers apart, in the order of the data axes."""
         return axes_within(self.data_axes, self.exchange.apart)
 
-    @cached_property
-    def of_worker(self) -> "Strategy":
-        """How one worker trains where workers have parameters of their own.
+    def of_worker(self, apart: tuple[str, ...]) -> "Strategy":
+        """How one worker trains where workers have parameters of their own along `apart`.
 
         It is the same strategy on the same mesh, as it is where the axes of the workers are manual
         already: nothing is split over these, and gradients are summed within the worker.
@@ -320,9 +318,9 @@ class Strategy:
             self,
             mesh=self.device_mesh,
             dcn="",
-            rules=rules_without(self.rules, self.apart),
+            rules=rules_without(self.rules, apart),
             exchange=self.exchange.within,
-            manual=axes_without(self.data_axes, self.apart),
+            manual=axes_without(self.data_axes, apart),
         )
 
     @cached_property

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardlib.checks import _arguments as check
 from shardlib.machine._agreement import require_agreement
-from shardlib.optimizers._local import Local
+from shardlib.optimizers._local import Apart, Local
 from shardlib.step._batches import batches
 from shardlib.step._state import State
 from shardlib.step._step import Step
@@ -73,7 +73,7 @@ def fit(
     check_options(evaluate, records, about)
     # An optimizer that depends on the run's length is made for this one, and given back as it was.
     optimizer = state.layout.optimizer
-    if isinstance(optimizer, Local):
+    if isinstance(optimizer, Local | Apart):
         state = _with_optimizer(state, optimizer.for_run(loop.steps))
     # Nothing has been written so far: what is wrong with an argument leaves no trace.
     run_folder = _checked_folder(folder)
