@@ -15,7 +15,7 @@ Here t counts the steps, and s those that the variance has seen.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,6 @@ from shardlib.checks import _arguments as check
 from shardlib.optimizers._hyperparameters import check_learning_rate, check_mask
 from shardlib.optimizers._local import Local
 from shardlib.optimizers._moments import TAKES, check_moment, step_of
-
-_NAME = "onebit_adam"
 
 SETTLED = 0.04
 """The variance has settled when, over as many steps as it remembers, its norm changes by less than
@@ -85,14 +83,14 @@ def onebit_adam(
     >>> compressed
     [False, False, True, True]
     """
-    _check_freeze(freeze, steps)
+    check_freeze("onebit_adam", freeze, steps)
     b1 = check.number("onebit_adam", "b1", b1, least=0, below=1)
     b2 = check.number("onebit_adam", "b2", b2, least=0, below=1)
     eps = check.number("onebit_adam", "eps", eps, least=0)
     weight_decay = check.number("onebit_adam", "weight_decay", weight_decay, least=0)
-    check_learning_rate(_NAME, learning_rate)
-    check_mask(_NAME, mask)
-    adam = _OneBitAdam(
+    check_learning_rate("onebit_adam", learning_rate)
+    check_mask("onebit_adam", mask)
+    adam = FrozenVariance(
         learning_rate, freeze, steps, b1, b2, eps, weight_decay=weight_decay, mask=mask
     )
     # Refuses a freeze beyond the end of the run now, rather than at the first step.
@@ -101,8 +99,15 @@ def onebit_adam(
 
 
 @dataclass(frozen=True, eq=False)
-class _OneBitAdam:
-    """The functions of 1-bit Adam, for some options; they are those of `onebit_adam`, checked."""
+class FrozenVariance:
+    """The functions of 1-bit Adam, for some options; they are those of `onebit_adam`, checked.
+
+    Other optimizers that freeze Adam's variance derive from it: `final` is what they do after it.
+    """
+
+    name: ClassVar[str] = "onebit_adam"
+    instead: ClassVar[str] = "optax.adamw"
+    """What is to be used without a compressed exchange."""
 
     learning_rate: optax.ScalarOrSchedule
     freeze: Any
@@ -127,7 +132,7 @@ class _OneBitAdam:
     @cached_property
     def freeze_step(self) -> Any:
         """After how many steps to freeze, or `"auto"`; None as long as that is not known."""
-        return _resolved(self.freeze, self.steps)
+        return _resolved(self.name, self.freeze, self.steps)
 
     @cached_property
     def final(self) -> optax.GradientTransformationExtraArgs:
@@ -172,6 +177,7 @@ class _OneBitAdam:
         seen = jnp.where(state.frozen, state.seen, count)
         mu, nu, step = self._adam(updates, state, sent, count, seen)
         freezes, norm = self._freezes(state, count, nu)
+        extra |= {"sent": sent, "before": state, "mu": mu, "nu": nu, "adam": self}
         step, final = self.final.update(step, state.rest, params, **extra)
         return step, OneBitAdamState(count, seen, state.frozen | freezes, norm, mu, nu, final)
 
@@ -179,15 +185,15 @@ class _OneBitAdam:
         """Refuse a step that gives averaged gradients only, or one of a run of unknown length."""
         if sent is None:
             raise ValueError(
-                "`onebit_adam` needs each worker's own gradient, and was given what is averaged "
+                f"`{self.name}` needs each worker's own gradient, and was given what is averaged "
                 "already. Hand it to `sl.init` as it is, not in `optax.chain` or another "
                 "transformation, under `Strategy(exchange=sl.collectives.OneBit(axis=...))`; clip "
-                "by `Strategy(clip=...)`. For averaged gradients there is `optax.adamw`."
+                f"by `Strategy(clip=...)`. For averaged gradients there is `{self.instead}`."
             )
         if self.freeze_step is None:
             raise ValueError(
-                f"`onebit_adam(freeze={self.freeze})` is a part of the run, and a step by itself "
-                "does not know how long that is. `sl.fit` does; or say it: `onebit_adam(..., "
+                f"`{self.name}(freeze={self.freeze})` is a part of the run, and a step by itself "
+                f"does not know how long that is. `sl.fit` does; or say it: `{self.name}(..., "
                 "steps=10_000)`, or the step at which to freeze."
             )
 
@@ -285,10 +291,10 @@ class _OneBitAdam:
         """
         if self.steps is not None and self.steps != length:
             raise ValueError(
-                f"`onebit_adam(steps={self.steps})` says another length than the run has, which is "
+                f"`{self.name}(steps={self.steps})` says another length than the run has, which is "
                 f"{length} steps: make them the same, or leave `steps` out where `sl.fit` says it."
             )
-        _resolved(self.freeze, length)  # refuses a freeze beyond the end of the run
+        _resolved(self.name, self.freeze, length)  # refuses a freeze beyond the end of the run
         if self.steps is not None or not isinstance(self.freeze, float):
             return self.local
         return replace(self, steps=length).local
@@ -305,18 +311,21 @@ def _rises(learning_rate: Any, count: jax.Array) -> Any:
     return schedule(count) > schedule(jnp.maximum(count - 1, 0))
 
 
-def _resolved(freeze: Any, steps: int | None) -> Any:
-    """After how many steps to freeze in a run of so many, or `"auto"`.
+def _resolved(name: str, freeze: Any, steps: int | None) -> Any:
+    """After how many steps an optimizer of a name freezes in a run of so many, or `"auto"`.
 
     None if that is a part of a run whose length is not known.
     """
     if freeze == "auto":
         return freeze
-    return step_of(_NAME, "freeze", freeze, steps)
+    return step_of(name, "freeze", freeze, steps)
 
 
-def _check_freeze(freeze: Any, steps: Any) -> None:
-    """Refuse what is neither a step, nor a part of a run, nor `"auto"`."""
+def check_freeze(name: str, freeze: Any, steps: Any) -> None:
+    """Refuse what is neither a step, nor a part of a run, nor `"auto"`.
+
+    `name` is the optimizer that an error speaks of.
+    """
     if not (isinstance(freeze, str) and freeze == "auto"):
-        check_moment(_NAME, "freeze", freeze, f'{TAKES}, or "auto"')
-    check.whole(_NAME, "steps", steps, "a number of steps", least=1, optional=True)
+        check_moment(name, "freeze", freeze, f'{TAKES}, or "auto"')
+    check.whole(name, "steps", steps, "a number of steps", least=1, optional=True)

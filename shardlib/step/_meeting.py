@@ -24,8 +24,8 @@ from shardlib.step._scopes import EXCHANGE
 from shardlib.step._state import Layout, State
 from shardlib.step._worker_sums import axes_of_workers, summed_over_workers
 
-# The branch of a step in which workers meet. Of the others one sends nothing, and one has nothing to
-# send, since all workers have the same.
+# The branch of a step in which workers meet. Of the others one sends nothing, and one has nothing
+# to send, since all workers have the same.
 _MEETS = 2
 
 
