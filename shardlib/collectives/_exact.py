@@ -15,7 +15,7 @@ per step however many microbatches there were.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ class Parameter(NamedTuple):
     stored: PartitionSpec
     reduce: Any = jnp.float32  # the dtype in which to add up
     wire: Any = None  # that in which contributions are sent; None is `reduce`
+    stacked: int = 0  # how many leading dims stack layers or experts
 
 
 class Exchange:
@@ -77,6 +78,11 @@ class Exchange:
         raise NotImplementedError
 
     @property
+    def by(self) -> "Exchange":
+        """The exchange that averages: itself, unless it leaves that to another one."""
+        return self
+
+    @property
     def apart(self) -> tuple[str, ...]:
         """The axes along which workers have parameters of their own; none if all have the same."""
         return ()
@@ -87,6 +93,13 @@ class Exchange:
         It is summed exactly over all others that do not split the parameter.
         """
         return averaged_axes(self.axes, parameter)
+
+    def first_errors(self, parameter: Parameter, sizes: Mapping[str, int]) -> Any:
+        """What a device has left over of a parameter before the first step, if errors are kept.
+
+        `sizes` are those of the mesh's axes.
+        """
+        raise NotImplementedError
 
     def average(
         self,

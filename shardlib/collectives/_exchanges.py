@@ -4,9 +4,10 @@ Both average by `pmean`, and differ in nothing but their codec and their default
 is `Compressed`, which asks each for its codec.
 """
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,9 +15,9 @@ import jax
 
 from shardlib.checks import _arguments as check
 from shardlib.collectives._codecs import Codec, Integers, Signs
-from shardlib.collectives._compressed import pmean
+from shardlib.collectives._compressed import Errors, Pieces, pmean
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, averaged_axes
-from shardlib.layouts._specs import as_tuple
+from shardlib.layouts._specs import as_tuple, axes_without, parts_over, spec_axes
 
 # The whole path of a router's bias, see `sl.experts.balanced`. Its gradient is a count times a tiny
 # scale, which codes would lose where it shares theirs with other gradients.
@@ -79,6 +80,21 @@ class Compressed(Exchange):
             if re.fullmatch(pattern, parameter.path):
                 return ()
         return averaged_axes(self.axes, parameter)
+
+    def first_errors(self, parameter: Parameter, sizes: Mapping[str, int]) -> Errors:
+        """What a device has left over of a parameter before the first step: zeros."""
+        return self.pieces(parameter, sizes).errors()
+
+    def pieces(self, parameter: Parameter, sizes: Mapping[str, int]) -> Pieces:
+        """How a device's shard of a parameter's gradient is cut.
+
+        `sizes` are those of the mesh's axes.
+        """
+        over, split = self.over(parameter), spec_axes(parameter.stored)
+        # ZeRO and the names split evenly, so that all shards have as many elements.
+        elements = math.prod(parameter.shape) // parts_over(sizes, split)
+        shared = parts_over(sizes, axes_without(sizes, (*over, *split)))
+        return Pieces(elements, shared, parts_over(sizes, over))
 
     def average(
         self,

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange, Parameter, averaged_axes
 from shardlib.collectives._exchanges import Compressed, are_axes
+from shardlib.collectives._low_rank import PowerSGD
 from shardlib.layouts._specs import as_tuple
 
 
@@ -61,8 +62,8 @@ class Meeting(Exchange):
         check.assign(self, every=every)
         if self.exchange is None:
             return
-        takes = 'an exchange that sends codes, such as `sl.collectives.Quantised("pod")`, or None'
-        check.kind(name, "exchange", self.exchange, Compressed, takes)
+        takes = 'an exchange that sends less, such as `sl.collectives.Quantised("pod")`, or None'
+        check.kind(name, "exchange", self.exchange, Compressed | PowerSGD, takes)
         if set(self.exchange.axes) != set(self.axes):
             raise ValueError(
                 f"`{name}(axis={self.axis!r}, exchange={self.exchange})`: workers are apart along "
@@ -98,6 +99,10 @@ class Meeting(Exchange):
     def over(self, parameter: Parameter) -> tuple[str, ...]:
         """The axes over which a parameter's moves are sent as codes; none if sent exactly."""
         return self.by.over(parameter)
+
+    def first_errors(self, parameter: Parameter, sizes: Mapping[str, int]) -> Any:
+        """What a device has left over of a parameter before the first meeting."""
+        return self.by.first_errors(parameter, sizes)
 
     def met_over(self, parameter: Parameter) -> tuple[str, ...]:
         """The axes over which a parameter's moves are averaged, exactly or as codes."""

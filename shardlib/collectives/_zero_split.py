@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from shardlib.collectives._zero import Zero
-from shardlib.layouts._rules import counts_layers
+from shardlib.layouts._rules import EXPERTS, counts_layers
 from shardlib.layouts._specs import (
     as_tuple,
     axes_within,
@@ -42,6 +42,7 @@ class Split(NamedTuple):
     reason: str = ""  # why it is not split over all axes that ZeRO splits over, if it is not
     layer: int = 0  # how many elements it has, of one layer where layers are stacked
     further: tuple[Further, ...] = ()
+    stacked: int = 0  # how many leading dims stack layers or experts
 
     @property
     def is_split(self) -> bool:
@@ -110,15 +111,17 @@ def split_further(
     dim_names: tuple[Any, ...] = ()
     if isinstance(names, tuple) and not isinstance(names, PartitionSpec):
         dim_names = names
+    leading = _leading_stacked_dims(dim_names)
     stacked = _stacked_dims(zero, len(shape), dim_names)
     elements = math.prod(size for d, size in enumerate(shape) if d not in stacked)
     # Axes of one device split nothing, and those that split the parameter already cannot again.
     used = spec_axes(spec)
     free = tuple(axis for axis in axes if axis not in used and mesh_shape[axis] > 1)
     if not free:
-        return Split(spec, layer=elements)
+        return Split(spec, layer=elements, stacked=leading)
     if elements <= zero.small:
-        return Split(spec, reason=f"small: {elements:,} elements", layer=elements)
+        reason = f"small: {elements:,} elements"
+        return Split(spec, reason=reason, layer=elements, stacked=leading)
 
     looked_up = {d for d, name in enumerate(dim_names) if name in _LOOKED_UP}
     dims = _Dims(shape, spec, stacked, mesh_shape, looked_up, is_named=bool(dim_names))
@@ -136,7 +139,7 @@ def split_further(
         reason = f"no dim that is whole divides by {product_text(mesh_shape, missing)}"
     if dim is not None or further:
         spec = PartitionSpec(*dims.entries)
-    return Split(spec, dim, split_axes, reason, elements, tuple(further))
+    return Split(spec, dim, split_axes, reason, elements, tuple(further), leading)
 
 
 class _Dims:
@@ -214,6 +217,16 @@ class _Dims:
         ones = axes_without(as_tuple(self.entries[dim]), before)
         self.entries[dim] = spec_entry((*before, *axes, *ones))
         return dim
+
+
+def _leading_stacked_dims(names: tuple[Any, ...]) -> int:
+    """How many leading dims stack layers or experts, by their names."""
+    count = 0
+    for name in names:
+        if not counts_layers(name) and name != EXPERTS:
+            break
+        count += 1
+    return count
 
 
 def _stacked_dims(zero: Zero, ndim: int, names: tuple[Any, ...]) -> set[int]:

@@ -21,20 +21,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from shardlib.collectives._compressed import Errors, Pieces
+from shardlib.collectives._compressed import Errors
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter
-from shardlib.layouts._specs import axes_without, keep_axes, parts_over, spec_axes
-from shardlib.optimizers._local import Local
-from shardlib.step._gradient_sizes import SKETCH_SIZE, sketch, squares, sum_of_squares
-from shardlib.step._scopes import COMPRESSED, EXACT
-from shardlib.step._worker_sums import (
+from shardlib.collectives._feedback import Feedback
+from shardlib.collectives._worker_sums import (
     WorkerAxes,
     axes_of_workers,
     other_axes,
     summed_over_workers,
 )
+from shardlib.layouts._specs import axes_without, keep_axes, parts_over
+from shardlib.optimizers._local import Local
+from shardlib.step._gradient_sizes import SKETCH_SIZE, sketch, squares, sum_of_squares
+from shardlib.step._scopes import COMPRESSED, EXACT
 
-ErrorsByPath = dict[str, Errors]
+ErrorsByPath = dict[str, Errors | Feedback]
 
 
 class Gradient(NamedTuple):
@@ -359,21 +360,6 @@ class LocalExchange:
         return bad == 0
 
 
-def _own_error(error: Errors) -> Errors:
+def _own_error(error: Errors | Feedback) -> Any:
     """What a device holds of errors: in the state they have a leading dim of devices."""
     return jax.tree.map(lambda x: x[0], error)
-
-
-def pieces(exchange: Exchange, parameter: Parameter, sizes: Mapping[str, int]) -> Pieces:
-    """How a device's shard of a parameter's gradient is cut for the exchange.
-
-    Args:
-        exchange: says over which axes it is averaged.
-        parameter: the parameter, with its layout at rest.
-        sizes: how many devices the mesh has along each axis.
-    """
-    over, split = exchange.over(parameter), spec_axes(parameter.stored)
-    # ZeRO and the names split evenly, so that all shards have as many elements.
-    elements = math.prod(parameter.shape) // parts_over(sizes, split)
-    shared = parts_over(sizes, axes_without(sizes, (*over, *split)))
-    return Pieces(elements, shared, parts_over(sizes, over))

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 
 from shardlib.collectives._exact import Exact, Exchange, Parameter, averaged_axes
 from shardlib.collectives._meetings import Meeting, wide
+from shardlib.collectives._worker_sums import axes_of_workers, summed_over_workers
 from shardlib.layouts._specs import axes_without, keep_axes, parts_over
 from shardlib.optimizers._local import Apart
 from shardlib.step._exchange import ErrorsByPath, Gradient, LocalExchange
 from shardlib.step._scopes import EXCHANGE
 from shardlib.step._state import Layout, State
-from shardlib.step._worker_sums import axes_of_workers, summed_over_workers
 
 # The branch of a step in which workers meet. Of the others one sends nothing, and one has nothing
 # to send, since all workers have the same.

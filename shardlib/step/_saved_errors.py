@@ -2,10 +2,10 @@
 the parameter.
 
 In a state, each device has the errors of its own pieces. In a checkpoint, those of a parameter are
-two arrays that no longer depend on how the mesh cut them:
+arrays that no longer depend on how the mesh cut them, see `_error_forms`:
 
-    worker    (workers, *shape of the parameter)
-    server    (*shape of the parameter)
+    worker, or error    (workers, *shape of the parameter)
+    server              (*shape of the parameter)
 
 As many workers as there were get back exactly what they had, however the rest of the mesh has
 changed. The mean of messages is owed the mean of the workers' errors and that of the servers. So
@@ -15,22 +15,20 @@ another number of workers each get the mean of what those before had, and the sa
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.collectives._compressed import Errors
 from shardlib.collectives._exact import Parameter
-from shardlib.layouts._specs import axes_without, parts_over, spec_axes
-from shardlib.step._exchange import pieces
+from shardlib.step._error_forms import OWN, ErrorForm, form_of
+from shardlib.step._exchange import ErrorsByPath
 from shardlib.step._layer_order import Mover, reordered, stacked_dim
 from shardlib.step._saved_workers import like_saved_workers, with_these_workers
 from shardlib.step._state import Layout, State
 from shardlib.step._strategy import Strategy
-
-ErrorsByPath = dict[str, Errors]
+from shardlib.step._workers import spread
 
 
 def saved(state: State) -> State:
@@ -60,22 +58,22 @@ def saved_like(state: State, shapes: Mapping[str, tuple[int, ...]]) -> State:
         return state
     if not any(path.startswith("errors/") for path in shapes):
         return state.replaced(errors={})
-    mesh, exchange = state.layout.strategy.device_mesh, state.layout.strategy.exchange
+    strategy = state.layout.strategy
     errors: ErrorsByPath = {}
     for path, parameter in _exchanged_parameters(state).items():
-        over = exchange.over(parameter)
-        workers = parts_over(mesh.shape, over)
+        form = form_of(strategy, parameter)
         # Without anything in the checkpoint there are as many as now, with errors of zero.
-        stored_workers = workers
-        stored_shape = shapes.get(f"errors/{path}/worker", ())
+        workers = form.workers
+        stored_shape = shapes.get(f"errors/{path}/{form.own}", ())
         if stored_shape and stored_shape[1:] == parameter.shape:
-            stored_workers = stored_shape[0]
+            workers = stored_shape[0]
         # Errors of a number of workers that the devices cannot share evenly are read whole.
-        split_over = over if stored_workers % workers == 0 else None
-        by_worker = PartitionSpec(split_over, *parameter.stored)
-        errors[path] = Errors(
-            _abstract((stored_workers, *parameter.shape), NamedSharding(mesh, by_worker)),
-            _abstract(parameter.shape, NamedSharding(mesh, parameter.stored)),
+        is_split = workers % form.workers == 0
+        errors[path] = jax.tree.map(
+            lambda shape, spec: _abstract(shape, NamedSharding(strategy.device_mesh, spec)),
+            form.shapes(workers),
+            form.specs(is_split=is_split),
+            is_leaf=lambda node: type(node) is tuple,
         )
     return state.replaced(errors=errors)
 
@@ -134,82 +132,53 @@ class _Conversion:
     strategy: Strategy
     parameters: tuple[Parameter, ...]
 
-    def workers(self, parameter: Parameter) -> tuple[str, ...]:
-        """The axes along which devices are the workers of a parameter."""
-        return self.strategy.exchange.over(parameter)
-
-    def shared(self, parameter: Parameter) -> tuple[str, ...]:
-        """The axes along which devices hold the same, so that each sends a part of it."""
-        # Axes that split the parameter hold different parts of it, and workers send their own.
-        taken = (*self.workers(parameter), *spec_axes(parameter.stored))
-        return axes_without(self.strategy.device_mesh.shape, taken)
-
-    def specs_by_worker(self) -> dict[str, Errors]:
+    def specs_by_worker(self) -> dict[str, Any]:
         """How errors are laid out as a checkpoint stores them."""
-        specs = {}
-        for parameter in self.parameters:
-            # A dim of workers in front, split over them, and then the dims of the parameter.
-            worker = PartitionSpec(self.workers(parameter), *parameter.stored)
-            specs[parameter.path] = Errors(worker, parameter.stored)
-        return specs
+        return {form.parameter.path: form.specs() for form in self.forms}
 
-    def specs_by_device(self) -> dict[str, Errors]:
+    def specs_by_device(self) -> dict[str, Any]:
         """How they are laid out in a state: a leading dim of devices, of which each has one."""
         every_device = PartitionSpec(self.strategy.every_axis)
-        return {parameter.path: Errors(every_device, every_device) for parameter in self.parameters}
+        specs = {}
+        for form in self.forms:
+            specs[form.parameter.path] = jax.tree.map(lambda _: every_device, form.specs())
+        return specs
+
+    @property
+    def forms(self) -> list[ErrorForm]:
+        """The form in which the errors of each parameter are stored."""
+        return [form_of(self.strategy, parameter) for parameter in self.parameters]
 
     def by_worker(self, errors: ErrorsByPath) -> ErrorsByPath:
-        """What a device stores of them in a checkpoint, from the rows that it has."""
+        """What a device stores of them in a checkpoint, from what it has."""
         stored = {}
-        for parameter in self.parameters:
-            stored[parameter.path] = self._whole(parameter, errors[parameter.path])
+        for form in self.forms:
+            own = jax.tree.map(lambda x: x[0], errors[form.parameter.path])
+            stored[form.parameter.path] = form.stored(own)
         return stored
 
     def by_device(self, errors: ErrorsByPath) -> ErrorsByPath:
-        """The rows that a device has of them, from what is stored."""
-        rows = {}
-        for parameter in self.parameters:
-            rows[parameter.path] = self._rows(parameter, errors[parameter.path])
-        return rows
-
-    def _whole(self, parameter: Parameter, errors: Errors) -> Errors:
-        workers, shared = self.workers(parameter), self.shared(parameter)
-        cut = pieces(self.strategy.exchange, parameter, self.strategy.device_mesh.shape)
-        sharding = NamedSharding(self.strategy.device_mesh, parameter.stored)
-        local_shape = sharding.shard_shape(parameter.shape)
-        worker = _gathered(errors.worker, shared)
-        # A server has one row of one part. Gathered over the workers, which are the servers too,
-        # rows are that part; and then all parts are put together.
-        part = _gathered(errors.server, workers)
-        server = _gathered(part[None], shared)
-        return Errors(cut.whole(worker, local_shape)[None], cut.whole(server, local_shape))
-
-    def _rows(self, parameter: Parameter, errors: Errors) -> Errors:
-        workers, shared = self.workers(parameter), self.shared(parameter)
-        cut = pieces(self.strategy.exchange, parameter, self.strategy.device_mesh.shape)
-        # Without devices that hold the same, there is one part.
-        # Each of the devices that hold the same took its part of the rows; here it takes them back.
-        part = lax.axis_index(shared) if shared else 0
-        worker = cut.all_rows(errors.worker)[part]
-        server = cut.all_rows(errors.server)[part]
-        return Errors(worker[None], server[lax.axis_index(workers)][None])
+        """What a device has of them, from what is stored."""
+        local = {}
+        for form in self.forms:
+            own = form.local(errors[form.parameter.path])
+            local[form.parameter.path] = jax.tree.map(lambda x: x[None], own)
+        return local
 
     def for_these_workers(self, errors: ErrorsByPath) -> ErrorsByPath:
         """Errors by worker for as many workers as there are now.
 
-        If there were others, each worker has what the mean of those was owed.
+        If there were others, each worker has what the mean of those was owed: what is owed is the
+        mean over workers, and it stays the same if each has that mean.
         """
-        spread = {}
-        for parameter in self.parameters:
-            worker, server = errors[parameter.path]
-            # How many workers there are on this mesh.
-            sizes = self.strategy.device_mesh.shape
-            count = parts_over(sizes, self.workers(parameter))
-            # What is owed is the mean over workers, and it stays the same if each has that mean.
-            if worker.shape[0] != count:
-                worker = jnp.broadcast_to(jnp.mean(worker, 0), (count, *worker.shape[1:]))
-            spread[parameter.path] = Errors(worker, server)
-        return spread
+        spread_errors = {}
+        for form in self.forms:
+            stored: Any = errors[form.parameter.path]
+            own = getattr(stored, form.own)
+            if own is not None:
+                stored = stored._replace(**{form.own: spread(own, form.workers)})
+            spread_errors[form.parameter.path] = stored
+        return spread_errors
 
 
 @lru_cache(maxsize=64)
@@ -245,13 +214,6 @@ def _program(conversion: _Conversion, *, by_worker: bool) -> Callable[[ErrorsByP
     return jax.jit(spread_by_device)
 
 
-def _gathered(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The arrays of all devices along some axes, one after the other in their first dim."""
-    if not axes:
-        return x
-    return lax.all_gather(x, axes, axis=0, tiled=True)
-
-
 def _reordered_errors(layout: Layout, errors: ErrorsByPath, natural: bool) -> ErrorsByPath:
     """Errors by worker, with layers in the model's order or in that of a pipeline's stages."""
     if layout.strategy.pipeline is None:
@@ -259,9 +221,13 @@ def _reordered_errors(layout: Layout, errors: ErrorsByPath, natural: bool) -> Er
     names = dict(layout.names)
     move = Mover(layout.strategy, names, natural)
     moved: ErrorsByPath = {}
-    for path, (worker, server) in errors.items():
+    for path, stored in errors.items():
         dim = stacked_dim(names.get(path))
-        # A worker's errors have a dim of workers before those of the parameter.
-        dim_of_worker = None if dim is None else dim + 1
-        moved[path] = Errors(move(worker, path, dim_of_worker), move(server, path, dim))
+        leaves: dict[str, Any] = {}
+        for name, leaf in stored._asdict().items():
+            # A worker's errors have a dim of workers before those of the parameter.
+            has_workers = name in OWN
+            moved_dim = dim if dim is None or not has_workers else dim + 1
+            leaves[name] = None if leaf is None else move(leaf, path, moved_dim)
+        moved[path] = stored._replace(**leaves)
     return moved

@@ -21,7 +21,7 @@ from shardlib.layouts._specs import axes_within, axes_without, parts_over, spec_
 from shardlib.modeling._flax import Definition, Names
 from shardlib.modeling._random import is_key
 from shardlib.optimizers._local import Apart
-from shardlib.step._exchange import ErrorsByPath, pieces
+from shardlib.step._exchange import ErrorsByPath
 from shardlib.step._layer_order import place_layers, reordered
 from shardlib.step._offload import parameters_on_host, state_on_host
 from shardlib.step._strategy import Strategy
@@ -108,7 +108,13 @@ class Layout:
             dtype = self.strategy.dtypes.reduced(leaf.dtype)
             split = splits[path]
             described[path] = Parameter(
-                path, leaf.shape, split.contributed, summed, split.spec, dtype
+                path,
+                leaf.shape,
+                split.contributed,
+                summed,
+                split.spec,
+                dtype,
+                stacked=split.stacked,
             )
         return described
 
@@ -164,7 +170,7 @@ class Layout:
         shapes: dict[str, Any] = {}
         for path, parameter in self.parameters(params).items():
             if exchange.over(parameter):
-                shapes[path] = pieces(exchange, parameter, mesh.shape).errors()
+                shapes[path] = exchange.first_errors(parameter, mesh.shape)
         return jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape), x.dtype), shapes)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -115,6 +115,7 @@ class StepParameter:
             self.split.spec,
             self.strategy.dtypes.reduced(self.dtype),
             self.strategy.dtypes.sent(self.dtype),
+            self.split.stacked,
         )
 
     @property

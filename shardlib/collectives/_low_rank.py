@@ -1,0 +1,307 @@
+"""Gradients as products of two thin matrices (PowerSGD, arXiv 1905.13727).
+
+Of a matrix M, the mean of the workers' M_w, each with what it is owed:
+
+    P = mean of M_w Q         n x r, sent       Q is that of the last step
+    P = its columns, made orthogonal
+    Q = mean of M_w^T P       m x r, sent
+    mean = P Q^T,  and each worker is owed  M_w - P Q^T
+
+That is one step of a power iteration for the largest singular vectors of M. Each starts where the
+last one ended, so that over steps they are found, as far as gradients of steps are alike.
+
+A matrix may be split over devices of a worker. Then sums along its rows and columns go over these
+too, on the network within the worker, and the factors are those of the whole matrix.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.checks import _arguments as check
+from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, averaged_axes
+from shardlib.collectives._exchanges import ROUTER_BIAS, are_axes
+from shardlib.collectives._feedback import (
+    Feedback,
+    Matrix,
+    local_shape,
+    matrix_of,
+    split_by,
+    zeros,
+)
+from shardlib.collectives._worker_sums import WorkerAxes, other_axes, summed_over_workers
+from shardlib.layouts._specs import as_tuple, spec_axes
+from shardlib.modeling._random import scrambled
+
+# By what part of their squares columns are made longer before they are made orthogonal, so that
+# dependent ones, of a gradient of lower rank, come out short instead of as noise.
+_RIDGE = 1e-6
+
+
+@dataclass(frozen=True)
+class PowerSGD(Exchange):
+    """Matrices as products of factors of a low rank, with what they leave out sent later.
+
+    It goes in front of any optimizer.
+
+    - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
+    - `rank`: how many columns the factors have, of matrices that `ranks` does not name.
+    - `ranks`: pairs of a pattern of whole paths and a rank, of which the first that fits counts.
+    - `feedback`: what the factors leave out of a gradient is added to the next. It is kept in the
+      state, `State.errors`.
+    - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these
+      axes too. So are vectors, and matrices whose factors would not be smaller.
+
+    A parameter is a matrix with as many rows as columns as its dims allow; one that stacks layers
+    or experts, by the names of its dims, is one matrix of each.
+
+    >>> import shardlib as sl
+    >>> parameter = sl.collectives.Parameter("w", (64, 64), jax.P(), ("pod",), jax.P())
+    >>> PowerSGD("pod", rank=4).over(parameter), PowerSGD("pod", rank=32).over(parameter)
+    (('pod',), ())
+    """
+
+    axis: str | tuple[str, ...]
+    rank: int = 4
+    ranks: tuple[tuple[str, int], ...] = ()
+    feedback: bool = True
+    exact: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not are_axes(self.axis):
+            takes = 'an axis of the mesh, `"pod"`, or several: a tuple'
+            raise check.refusal("PowerSGD", "axis", self.axis, takes)
+        takes = "a number of columns"
+        rank = check.whole("PowerSGD", "rank", self.rank, takes, least=1)
+        check.assign(self, rank=rank)
+        check.assign(self, feedback=check.boolean("PowerSGD", "feedback", self.feedback))
+        check.patterns("PowerSGD", "exact", self.exact)
+        for pair in self.ranks:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                takes = 'pairs of a pattern and a rank: `((".*/kernel", 8),)`'
+                raise check.refusal("PowerSGD", "ranks", self.ranks, takes)
+            check.patterns("PowerSGD", "ranks", pair[:1])
+            check.whole("PowerSGD", "ranks", pair[1], takes, least=1)
+
+    @property
+    def keeps_errors(self) -> bool:
+        """It keeps factors in any case, and errors with `feedback`."""
+        return True
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the workers, as a tuple."""
+        return as_tuple(self.axis)
+
+    def rank_of(self, parameter: Parameter) -> int:
+        """The rank of a parameter's factors; 0 if its gradient is summed exactly."""
+        for pattern in (*self.exact, ROUTER_BIAS):
+            if re.fullmatch(pattern, parameter.path):
+                return 0
+        matrix = matrix_of(parameter)
+        if matrix is None:
+            return 0
+        _, rows, columns = matrix.size(parameter.shape)
+        for pattern, rank in self.ranks:
+            if re.fullmatch(pattern, parameter.path):
+                self._check_rank(parameter, rank, rows, columns)
+                return rank
+        is_smaller = self.rank * (rows + columns) < rows * columns
+        return self.rank if is_smaller else 0
+
+    def _check_rank(self, parameter: Parameter, rank: int, rows: int, columns: int) -> None:
+        """Refuse a rank that was asked for, and that a matrix does not have."""
+        if rank <= min(rows, columns):
+            return
+        raise ValueError(
+            f"`PowerSGD(ranks=...)` asks for rank {rank} of `{parameter.path}`, whose shape "
+            f"{parameter.shape} is that of matrices of {rows} by {columns}: they have at most "
+            f"rank {min(rows, columns)}. Ask for less, or have it summed exactly, "
+            f"`exact=({parameter.path!r},)`."
+        )
+
+    def over(self, parameter: Parameter) -> tuple[str, ...]:
+        """The axes over which a parameter's gradient is sent as factors; none if it is exact."""
+        if not self.rank_of(parameter):
+            return ()
+        return averaged_axes(self.axes, parameter)
+
+    def first_errors(self, parameter: Parameter, sizes: Mapping[str, int]) -> Feedback:
+        """What a device has left over of a parameter before the first step."""
+        matrix, shape = matrix_of(parameter), local_shape(parameter, sizes)
+        assert matrix is not None
+        warm = zeros((*_columns(matrix, shape), self.rank_of(parameter)))
+        return Feedback(zeros(shape) if self.feedback else None, warm)
+
+    def average(
+        self,
+        gradients: Sequence[jax.Array],
+        parameters: Sequence[Parameter],
+        inputs: ExchangeInputs,
+    ) -> tuple[list[jax.Array], Sequence[Any]]:
+        """The product of factors in place of each gradient's mean, and what is left of it.
+
+        The factors of all parameters go together: each of the two takes one sum over workers.
+        """
+        sizes = dict(jax.sharding.get_abstract_mesh().shape)
+        factored = []
+        for number, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
+            before: Feedback = inputs.errors[number]
+            factored.append(self._factored(number, gradient, parameter, before))
+        bucket = self.within.bucket_bytes
+        lefts = [_product(each.matrix, each.warm) for each in factored]
+        lefts = _means(lefts, [each.left for each in factored], sizes, bucket)
+        lefts = _orthogonal(lefts, [each.row_axes for each in factored])
+        rights = []
+        for each, left in zip(factored, lefts, strict=True):
+            rights.append(_product(each.matrix.swapaxes(1, 2), left))
+        rights = _means(rights, [each.right for each in factored], sizes, bucket)
+        means, after = [], []
+        for each, left, right in zip(factored, lefts, rights, strict=True):
+            product = _product(left, right.swapaxes(1, 2))
+            error = None
+            if self.feedback:
+                error = (each.matrix - product).reshape(each.shape)
+            means.append(product.reshape(each.shape))
+            after.append(Feedback(error, right.reshape(each.warm_shape)))
+        return means, after
+
+    def _factored(
+        self, number: int, gradient: jax.Array, parameter: Parameter, before: Feedback
+    ) -> "_Factored":
+        """A gradient as matrices, with what it is owed, and the factor it starts from."""
+        matrix = matrix_of(parameter)
+        assert matrix is not None
+        if before.error is not None:
+            gradient = gradient + before.error
+        count, rows, columns = matrix.size(gradient.shape)
+        row_axes = split_by(parameter, matrix.stacked, matrix.columns)
+        column_axes = split_by(parameter, matrix.columns, len(parameter.shape))
+        sizes = dict(jax.sharding.get_abstract_mesh().shape)
+        over, split = self.over(parameter), spec_axes(parameter.stored)
+        shared = other_axes(sizes, (*over, *split))
+        # A factor is the same along the axes that split the other dim, once it is added up there.
+        warm = before.warm.reshape(count, columns, -1)
+        return _Factored(
+            matrix=gradient.reshape(count, rows, columns),
+            warm=_started(warm, number, _column_numbers(matrix, parameter, gradient.shape)),
+            shape=gradient.shape,
+            warm_shape=before.warm.shape,
+            row_axes=row_axes,
+            left=_Sum(column_axes, WorkerAxes(over, row_axes, (*shared, *column_axes))),
+            right=_Sum(row_axes, WorkerAxes(over, column_axes, (*shared, *row_axes))),
+        )
+
+
+class _Sum(NamedTuple):
+    """How a factor is added up: first over axes within the worker, then over workers."""
+
+    within: tuple[str, ...]
+    workers: WorkerAxes
+
+
+class _Factored(NamedTuple):
+    """A device's shard of a gradient as matrices, and how their factors are added up."""
+
+    matrix: jax.Array  # (matrices, rows, columns)
+    warm: jax.Array  # (matrices, columns, rank)
+    shape: tuple[int, ...]
+    warm_shape: tuple[int, ...]
+    row_axes: tuple[str, ...]
+    left: _Sum
+    right: _Sum
+
+
+def _columns(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims of the columns of an array of matrices, after those that count matrices."""
+    return (*shape[: matrix.stacked], *shape[matrix.columns :])
+
+
+def _started(warm: jax.Array, number: int, columns: jax.Array) -> jax.Array:
+    """A factor to begin with where the last one is zero: in the first step, or after none.
+
+    It is the same in every step and on every mesh.
+
+    Args:
+        warm: the factors of the last step, `(matrices, columns, rank)`.
+        number: tells parameters apart.
+        columns: the numbers of the columns in the whole matrix.
+    """
+    rank = warm.shape[2]
+    word = columns[:, None] * jnp.uint32(0x9E3779B1)
+    word += jnp.arange(rank, dtype=jnp.uint32) * jnp.uint32(0x85EBCA77)
+    seed = jnp.uint32(0xC2B2AE35 * (number + 1) % 2**32)
+    start = scrambled(word + seed).astype(jnp.float32) * jnp.float32(2**-31) - 1
+    is_zero = jnp.all(warm == 0, (1, 2), keepdims=True)
+    return jnp.where(is_zero, start, warm)
+
+
+def _column_numbers(matrix: Matrix, parameter: Parameter, shape: tuple[int, ...]) -> jax.Array:
+    """The numbers, in the whole matrix, of the columns of a device's shard of a shape."""
+    numbers = jnp.zeros((), jnp.uint32)
+    for dim in range(matrix.columns, len(shape)):
+        axes = split_by(parameter, dim, dim + 1)
+        place: Any = lax.axis_index(axes) if axes else 0
+        own = jnp.uint32(place * shape[dim]) + jnp.arange(shape[dim], dtype=jnp.uint32)
+        numbers = numbers[..., None] * jnp.uint32(parameter.shape[dim]) + own
+    return numbers.reshape(-1)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Products of stacked matrices in float32, where a TPU would round to bfloat16 by default."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _means(
+    factors: list[jax.Array], sums: Sequence[_Sum], sizes: Mapping[str, int], bucket_bytes: int
+) -> list[jax.Array]:
+    """The means over workers of factors, of which devices of a worker have parts."""
+    whole = _summed(factors, [each.within for each in sums])
+    axes = [each.workers for each in sums]
+    totals = summed_over_workers(whole, axes, sizes, bucket_bytes)
+    means = []
+    for total, own in zip(totals, axes, strict=True):
+        means.append(total / lax.axis_size(own.over))
+    return means
+
+
+def _summed(arrays: list[jax.Array], axes: Sequence[tuple[str, ...]]) -> list[jax.Array]:
+    """Sums over axes within the worker, those over the same axes in one collective."""
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for position, own in enumerate(axes):
+        if own:
+            groups[own].append(position)
+    sums = list(arrays)
+    for own, positions in groups.items():
+        totals = lax.psum([arrays[position] for position in positions], own)
+        for position, total in zip(positions, totals, strict=True):
+            sums[position] = total
+    return sums
+
+
+def _orthogonal(factors: list[jax.Array], row_axes: Sequence[tuple[str, ...]]) -> list[jax.Array]:
+    """Factors with orthogonal columns of length one, from their products with themselves.
+
+    These products are small, and all that devices with other rows of a factor tell each other.
+    """
+    squares = [_product(factor.swapaxes(1, 2), factor) for factor in factors]
+    squares = _summed(squares, row_axes)
+    orthogonal = []
+    for factor, square in zip(factors, squares, strict=True):
+        rank = factor.shape[2]
+        size = jnp.trace(square, axis1=1, axis2=2)[:, None, None]
+        # What is zero stays zero, divided by what is not.
+        ridge = jnp.eye(rank) * (_RIDGE * size / rank + jnp.finfo(jnp.float32).tiny)
+        lower = jnp.linalg.cholesky(square + ridge)
+        # P L^-T, since L L^T = P^T P.
+        solved = lax.linalg.triangular_solve(
+            lower, factor, left_side=False, lower=True, transpose_a=True
+        )
+        orthogonal.append(solved)
+    return orthogonal
