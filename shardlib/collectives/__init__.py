@@ -18,6 +18,7 @@ from shardlib.collectives._exact import ExchangeInputs as ExchangeInputs
 from shardlib.collectives._exact import Parameter as Parameter
 from shardlib.collectives._exchanges import OneBit as OneBit
 from shardlib.collectives._exchanges import Quantised as Quantised
+from shardlib.collectives._largest import TopK as TopK
 from shardlib.collectives._low_rank import PowerSGD as PowerSGD
 from shardlib.collectives._meetings import DiLoCo as DiLoCo
 from shardlib.collectives._meetings import ElasticAveraging as ElasticAveraging

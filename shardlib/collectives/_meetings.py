@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange, Parameter, averaged_axes
 from shardlib.collectives._exchanges import Compressed, are_axes
+from shardlib.collectives._largest import TopK
 from shardlib.collectives._low_rank import PowerSGD
 from shardlib.layouts._specs import as_tuple
 
@@ -63,7 +64,7 @@ class Meeting(Exchange):
         if self.exchange is None:
             return
         takes = 'an exchange that sends less, such as `sl.collectives.Quantised("pod")`, or None'
-        check.kind(name, "exchange", self.exchange, Compressed | PowerSGD, takes)
+        check.kind(name, "exchange", self.exchange, Compressed | PowerSGD | TopK, takes)
         if set(self.exchange.axes) != set(self.axes):
             raise ValueError(
                 f"`{name}(axis={self.axis!r}, exchange={self.exchange})`: workers are apart along "
