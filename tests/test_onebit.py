@@ -14,7 +14,7 @@ from machines import mesh_on
 
 import shardlib as sl
 from shardlib.collectives import OneBit, Quantised
-from shardlib.optimizers import onebit_adam
+from shardlib.optimizers import onebit_adam, onebit_lamb
 from shardlib.step._gradient_sizes import sketch
 from shardlib.step._saved_errors import saved
 
@@ -526,3 +526,63 @@ def test_onebit_adam_learns_the_run_length_from_fit(tmp_path):
         begun = checkpoints.restore(sl.init(make, adam(4), strategy, abstract=True)).state
         assert all(not np.any(x) for x in owed(begun).values())
         run(None, 1, strategy, begun)
+
+
+LAMB = dict(b1=B1, b2=B2, weight_decay=0.1)
+
+
+def lamb(freeze, **options):
+    return onebit_lamb(1e-2, freeze=freeze, **LAMB, **options)
+
+
+def test_onebit_lamb_is_lamb_until_the_freeze():
+    strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"), zero=sl.Zero(2, small=0))
+    state, metrics = run(lamb(5), 4, strategy)
+    alone = sl.make_mesh("pod=1,data=1,model=1", devices=jax.devices()[:1])
+    expected, _ = run(optax.lamb(1e-2, **LAMB), 4, sl.Strategy(mesh=alone, rules=RULES))
+    chex.assert_trees_all_close(
+        jax.device_get(state.params), jax.device_get(expected.params), atol=1e-5
+    )
+    assert not any(told["compressed"] for told in metrics)
+
+
+def test_onebit_lamb_scales_frozen_ratios_by_how_far_the_variance_has_gone():
+    """The last step of a run, from the states before and after it, in NumPy."""
+    strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"))
+    optimizer = lamb(3)
+    before, _ = run(optimizer, 5, strategy)
+    old = jax.device_get((before.params, before.opt_state))
+    after, metrics = run(optimizer, 1, strategy, before, first=5)
+    new = jax.device_get((after.params, after.opt_state))
+    assert metrics[0]["compressed"]
+    (params, adam_before), (moved, adam_after) = old, new
+    steps, seen, eps = 6, 3, 1e-6
+    for path in NAMES:
+        mu, nu = adam_after.mu[path].astype("f8"), adam_after.nu[path].astype("f8")
+        g = (mu - B1 * adam_before.mu[path]) / (1 - B1)
+        fresh = (1 - B2) * g * g + B2 * adam_before.rest.fresh[path]
+        np.testing.assert_allclose(adam_after.rest.fresh[path], fresh, rtol=1e-3, atol=1e-8)
+        frozen = np.sqrt(nu / (1 - B2**seen)) + eps
+        going_on = np.sqrt(fresh / (1 - B2**steps)) + eps
+        step = mu / (1 - B1**steps) / frozen
+        whole = step + LAMB["weight_decay"] * params[path]
+        share = min(1, np.linalg.norm(step) / np.linalg.norm(whole))
+        factor = np.clip(np.max(frozen / going_on) * share + 1 - share, 0.5, 4.0)
+        last = adam_before.rest.factor[path]
+        factor = np.clip(factor, 0.9 * last, 1.1 * last)
+        ratio = adam_after.rest.ratio[path] / adam_after.rest.weight
+        expected = params[path] - 1e-2 * ratio * factor * whole
+        np.testing.assert_allclose(moved[path], expected, rtol=1e-4, atol=1e-6)
+        # Ratios do not change after the freeze.
+        assert adam_after.rest.ratio[path] == adam_before.rest.ratio[path]
+
+
+@pytest.mark.parametrize("bounds", [(2.0, 1.0), (0.0, 1.0), (1.0,), 3.0])
+def test_onebit_lamb_refuses_bounds_that_hold_nothing(bounds):
+    with pytest.raises(ValueError, match="a pair of numbers"):
+        onebit_lamb(0.1, freeze=3, ratios=bounds)
+
+
+def test_onebit_lamb_refuses_a_freeze_beyond_the_run_by_its_own_name():
+    with pytest.raises(ValueError, match=r"onebit_lamb\(freeze=9\)` lies beyond the run"):
+        onebit_lamb(0.1, freeze=9, steps=9)

@@ -42,6 +42,8 @@ from shardlib.modeling._random import scrambled
 # By what part of their squares columns are made longer before they are made orthogonal, so that
 # dependent ones, of a gradient of lower rank, come out short instead of as noise.
 _RIDGE = 1e-6
+# The first pass leaves them nearly orthogonal, and the second as much as float32 can have them.
+_PASSES = 2
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ class PowerSGD(Exchange):
         bucket = self.within.bucket_bytes
         lefts = [_product(each.matrix, each.warm) for each in factored]
         lefts = _means(lefts, [each.left for each in factored], sizes, bucket)
-        lefts = _orthogonal(lefts, [each.row_axes for each in factored])
+        for _ in range(_PASSES):
+            lefts = _orthogonal(lefts, [each.row_axes for each in factored])
         rights = []
         for each, left in zip(factored, lefts, strict=True):
             rights.append(_product(each.matrix.swapaxes(1, 2), left))

@@ -18,7 +18,7 @@ from shardlib.machine._mesh import format_mesh
 from shardlib.modeling._flax import Names
 from shardlib.modeling._random import is_key
 from shardlib.step._layer_order import orders
-from shardlib.step._state import State, combine
+from shardlib.step._state import State, combine, shapes_together
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def describe(state: State) -> Description:
     names, relations = dict(layout.names), dict(layout.relations)
     rows = _rows_of_model(state, names)
     optimizer_rows = []
-    for path, leaf in named_leaves(state.opt_state):
+    # Where workers have a state of their own, that of one of them.
+    for path, leaf in named_leaves(shapes_together(state).opt_state):
         optimizer_rows.append(_row(path, leaf, names.get(path), relations[path].reason))
     leaves = jax.tree.leaves((state.params, state.frozen))
     return Description(
@@ -154,7 +155,7 @@ def _rows_of_model(state: State, names: Mapping[str, Names]) -> list[Row]:
     """
     remarks = _Remarks(state, names)
     rows: list[Row] = []
-    for tree in (combine(state.params, state.frozen), state.rest):
+    for tree in (combine(state.params, state.frozen), shapes_together(state).rest):
         for path, leaf in named_leaves(tree):
             rows.append(_row(path, leaf, names.get(path), remarks.of(path, leaf.shape)))
     return rows
@@ -172,6 +173,9 @@ def _bytes_by_kind(state: State) -> dict[str, int]:
     # Only a compressed exchange leaves errors, and others need not read of them.
     if state.errors:
         sizes["errors"] = _total_per_device(state.errors)
+    if state.workers is not None:
+        sizes["what workers have of their own"] = _total_per_device(state.workers.own)
+        sizes["what meetings keep"] = _total_per_device(state.workers.kept)
     sizes["other state"] = _total_per_device((state.rest, state.streams))
     leaves = jax.tree.leaves((state.params, state.frozen, state.opt_state))
     on_host = [leaf for leaf in leaves if leaf.sharding.memory_kind == HOST]

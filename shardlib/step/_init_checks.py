@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec
 
 from shardlib._text import listed
 from shardlib._tree import named_leaves
-from shardlib.collectives._exact import Exchange
+from shardlib.collectives._exact import Exact, Exchange
 from shardlib.collectives._exchanges import Compressed
-from shardlib.collectives._meetings import Meeting
+from shardlib.collectives._largest import TopK
+from shardlib.collectives._low_rank import PowerSGD
 from shardlib.collectives._zero_split import Split
 from shardlib.layouts._relate import Relation
 from shardlib.layouts._resolve import resolve
@@ -43,26 +44,27 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
         params: the trained parameters, or their shapes.
     """
     leaves = dict(named_leaves(params))
-    if isinstance(exchange, Meeting):
-        # Workers that train apart average all of their parameters, if need be exactly.
-        if exchange.exchange is None:
-            return
-        exchange = exchange.exchange
-    if isinstance(exchange, Compressed):
-        check_patterns("exact=...", exchange.exact, list(leaves))
+    by = exchange.by
+    # Workers that train apart may average all of their parameters exactly.
+    if isinstance(by, Exact):
+        return
+    for argument, patterns in _patterns_of(by).items():
+        check_patterns(argument, patterns, list(leaves))
     # A parameter that is split over all the axes of the exchange has nobody to exchange it with.
     exchanged: list[str] = []
     for path, parameter in layout.parameters(params).items():
-        if exchange.over(parameter):
+        if by.over(parameter):
             exchanged.append(path)
-    # Workers that train apart average what is not sent as codes as well, exactly.
-    if not exchanged and not layout.apart:
+    # An optimizer that lets workers differ has them average what is exact as well.
+    if not exchanged and not isinstance(layout.optimizer, Apart):
+        too_small = ""
+        if isinstance(by, PowerSGD):
+            too_small = f", or has no matrix of which factors of rank {by.rank} would be smaller"
         raise ValueError(
             f"`Strategy(exchange={exchange})` takes the gradient of no parameter: each is exact by "
-            f"a pattern, or split over {', '.join(map(repr, exchange.axes))}. Use `sl.Exact()`."
+            f"a pattern, or split over {', '.join(map(repr, exchange.axes))}{too_small}. Use "
+            "`sl.Exact()`."
         )
-    if not isinstance(exchange, Compressed):
-        return
     for path in exchanged:
         # Codes are signs or levels of real numbers; a complex sign has infinitely many values.
         if jnp.iscomplexobj(leaves[path]):
@@ -70,6 +72,16 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
                 f"`Strategy(exchange={exchange})` compresses real numbers, and `{path}` is "
                 f"{leaves[path].dtype}: have it summed exactly, `exact=({path!r},)`."
             )
+
+
+def _patterns_of(exchange: Exchange) -> dict[str, tuple[str, ...]]:
+    """The patterns of paths that an exchange was given, by the argument as errors spell it."""
+    patterns: dict[str, tuple[str, ...]] = {}
+    if isinstance(exchange, Compressed | PowerSGD | TopK):
+        patterns["exact=..."] = exchange.exact
+    if isinstance(exchange, PowerSGD):
+        patterns["ranks=..."] = tuple(pattern for pattern, _ in exchange.ranks)
+    return patterns
 
 
 def check_sender(optimizer: Any, strategy: Strategy) -> None:
