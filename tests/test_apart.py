@@ -401,8 +401,58 @@ def strategy_with(**options):
     return sl.Strategy(**{"mesh": PODS, "rules": RULES, **options})
 
 
+def test_fragments_meet_in_turn():
+    """Of two parts of the parameters, one is averaged after two steps and the other after four."""
+    names = {"stack": ("layers", "embed", "mlp"), "head": ("mlp", "embed")}
+
+    def make_stack():
+        random = np.random.default_rng(0)
+        shapes = {"stack": (3, 8, 16), "head": (16, 8)}
+        arrays = {n: jnp.asarray(random.normal(size=s), "float32") for n, s in shapes.items()}
+        return sl.annotate(arrays, names)
+
+    def stack_loss(model, x, rng):
+        for layer in range(3):
+            x = jnp.tanh(x @ model["stack"][layer]) @ model["head"] + x
+        return jnp.mean((x - 1) ** 2)
+
+    strategy = sl.Strategy(
+        mesh=PODS,
+        rules=RULES | sl.AxisRules(layers=None),
+        zero=split(2),
+        exchange=LocalSGD("pod", every=4, fragments=2),
+    )
+    state = sl.init(make_stack, ADAM, strategy)
+    step = sl.train_step(stack_loss, strategy)
+    met = []
+    for number in range(4):
+        state, metrics = step(state, batch(number))
+        after = jax.device_get(state.workers.params)
+        met.append(bool(metrics["met"]))
+        alike = {
+            name: np.all(value[0] == value[1], axis=(1, 2) if name == "stack" else None)
+            for name, value in after.items()
+        }
+        # Layers 0 and 2 are in the first part; the second has layer 1, and the head to even it out.
+        expected = {1: ([False, True, False], True), 3: ([True, False, True], False)}
+        stack, head = expected.get(number, ([False] * 3, False))
+        assert alike["stack"].tolist() == stack
+        assert bool(alike["head"]) == head
+    assert met == [False, True, False, True]
+    # The center has what was averaged last, of each part.
+    np.testing.assert_array_equal(state.params["stack"][0], state.workers.params["stack"][0, 0])
+
+
 REFUSED = {
     "an interval of zero": (lambda: LocalSGD("pod", every=0), "every=0.*at least 1"),
+    "fragments that do not take turns": (
+        lambda: DiLoCo("pod", every=10, fragments=4),
+        "does not divide into 4. Choose an interval that does: `every=12`",
+    ),
+    "fragments with feedback": (
+        lambda: DiLoCo("pod", every=4, fragments=2, exchange=OneBit("pod")),
+        "Send without feedback",
+    ),
     "no axis": (lambda: DiLoCo((), every=3), "takes an axis of the mesh"),
     "an axis twice": (lambda: DiLoCo(("pod", "pod"), every=3), "takes an axis of the mesh"),
     "a momentum of one": (lambda: DiLoCo("pod", momentum=1.0), "momentum=1.0.*below 1"),

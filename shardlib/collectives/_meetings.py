@@ -48,11 +48,15 @@ class Meeting(Exchange):
     - `every`: after how many steps workers meet.
     - `exchange`: how their moves are averaged, an exchange over the same axes such as
       `Quantised("pod", bits=4)`; None is exactly.
+    - `fragments`: into how many parts parameters are divided, of which each has meetings of its
+      own, in turn: as much is sent, in as many portions. Stacked layers are dealt out one by one,
+      other parameters whole.
     """
 
     axis: str | tuple[str, ...]
     every: int
     exchange: Exchange | None = None
+    fragments: int = 1
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -61,6 +65,7 @@ class Meeting(Exchange):
             raise check.refusal(name, "axis", self.axis, takes)
         every = check.whole(name, "every", self.every, "a number of steps", least=1)
         check.assign(self, every=every)
+        self._check_fragments(name)
         if self.exchange is None:
             return
         takes = 'an exchange that sends less, such as `sl.collectives.Quantised("pod")`, or None'
@@ -70,6 +75,25 @@ class Meeting(Exchange):
                 f"`{name}(axis={self.axis!r}, exchange={self.exchange})`: workers are apart along "
                 f"{self.axes}, and their moves would be averaged over {self.exchange.axes}. Name "
                 "the same axes in both."
+            )
+
+    def _check_fragments(self, name: str) -> None:
+        """Refuse fragments that do not take turns in an interval, or whose errors would mix."""
+        fragments = check.whole(name, "fragments", self.fragments, "a number of parts", least=1)
+        check.assign(self, fragments=fragments)
+        if self.every % fragments:
+            longer = -(-self.every // fragments) * fragments
+            raise ValueError(
+                f"`{name}(every={self.every}, fragments={fragments})`: each part meets every "
+                f"{self.every} steps, in turn with the others, and that does not divide into "
+                f"{fragments}. Choose an interval that does: `every={longer}`."
+            )
+        if fragments > 1 and self.exchange is not None and self.exchange.keeps_errors:
+            raise ValueError(
+                f"`{name}(fragments={fragments}, exchange={self.exchange})`: what codes leave out "
+                "is kept for whole parameters, and a part of one would be owed what another part "
+                "left. Send without feedback, `Quantised(..., feedback=False)`, or all at once, "
+                "`fragments=1`."
             )
 
     @property
@@ -111,7 +135,16 @@ class Meeting(Exchange):
 
     def is_due(self, steps: Any) -> Any:
         """Whether workers meet at the end of a step, by the number of steps with this one."""
-        return steps % self.every == 0
+        return steps % self._gap == 0
+
+    def fragment_at(self, steps: Any) -> Any:
+        """Which part of the parameters meets at the end of a step in which one does."""
+        return steps // self._gap % self.fragments
+
+    @property
+    def _gap(self) -> int:
+        """After how many steps the next part meets."""
+        return self.every // self.fragments
 
     def met(
         self,
@@ -142,6 +175,7 @@ class LocalSGD(Meeting):
     - `axis`: the axis of the mesh whose positions are the workers, or a tuple of several.
     - `every`: after how many steps they average.
     - `exchange`: how, an exchange over the same axes that sends codes; None is exactly.
+    - `fragments`: into how many parts parameters are divided, which are averaged in turn.
 
     >>> import optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data,
@@ -175,6 +209,7 @@ class DiLoCo(Meeting):
     - `every`: after how many steps they meet.
     - `exchange`: how moves are averaged, an exchange over the same axes that sends codes; None is
       exactly.
+    - `fragments`: into how many parts parameters are divided, which meet in turn.
     - `learning_rate`, `momentum`: those of the outer optimizer.
 
     >>> import shardlib as sl
@@ -221,6 +256,7 @@ class ElasticAveraging(Meeting):
     - `every`: after how many steps they meet.
     - `exchange`: how moves are averaged, an exchange over the same axes that sends codes; None is
       exactly.
+    - `fragments`: into how many parts parameters are divided, which meet in turn.
     - `rate`: the part of the way to the mean of workers that the center goes. Each worker goes
       `rate / workers` of its way to the center.
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib.collectives._exact import Exact, Exchange, Parameter, averaged_axes
+from shardlib.collectives._fragments import Fragment, fragments
 from shardlib.collectives._meetings import Meeting, wide
 from shardlib.collectives._worker_sums import axes_of_workers, summed_over_workers
 from shardlib.layouts._specs import axes_without, keep_axes, parts_over
@@ -23,10 +24,6 @@ from shardlib.optimizers._local import Apart
 from shardlib.step._exchange import ErrorsByPath, Gradient, LocalExchange
 from shardlib.step._scopes import EXCHANGE
 from shardlib.step._state import Layout, State
-
-# The branch of a step in which workers meet. Of the others one sends nothing, and one has nothing
-# to send, since all workers have the same.
-_MEETS = 2
 
 
 class Shared(NamedTuple):
@@ -61,28 +58,35 @@ def meet(
         specs_of_optimizer: how `shared.opt_state` is laid out.
         steps: the number of steps taken, this one included.
     """
-    meeting: Any
     optimizer = layout.optimizer
+    described = _Described.of(layout.parameters_of(shared.center))
+    meetings: list[Callable[[Shared], Shared]] = []
     if isinstance(optimizer, Apart):
-        meeting = _OfOptimizer(layout, shared.center)
         due = optimizer.meets(shared.opt_state)
-        branch = jnp.where(due, _MEETS, optimizer.alike(shared.opt_state).astype(jnp.int32))
+        which = 0
+        alike = optimizer.alike(shared.opt_state)
+        meetings.append(_OfOptimizer(layout, optimizer, described))
     else:
-        meeting = _OfExchange(layout, shared.center)
-        due = meeting.exchange.is_due(steps)
-        branch = jnp.where(due, _MEETS, 0)
+        exchange: Any = layout.strategy.exchange
+        due, which = exchange.is_due(steps), exchange.fragment_at(steps)
+        alike = jnp.zeros((), bool)
+        for fragment in fragments(described.parameters, exchange.fragments):
+            meetings.append(_OfExchange(layout, exchange, described, fragment))
+    # One branch sends nothing, one has nothing to send since all workers have the same, and each
+    # part of the parameters has one in which it meets.
+    branch = jnp.where(due, 2 + which, alike.astype(jnp.int32))
 
-    def apart(shared: Shared) -> Shared:
+    def stay_apart(shared: Shared) -> Shared:
         return shared
 
-    def alike(shared: Shared) -> Shared:
+    def stay_alike(shared: Shared) -> Shared:
         return shared._replace(center=shared.own)
 
     def on_shards(shared: Shared, branch: jax.Array) -> Shared:
-        return lax.switch(branch, (apart, alike, meeting), shared)
+        return lax.switch(branch, (stay_apart, stay_alike, *meetings), shared)
 
     others = axes_without(layout.strategy.every_axis, layout.apart)
-    stored = meeting.means.specs(others)
+    stored = described.specs(others)
     specs = Shared(
         center=stored,
         own=stored,
@@ -108,16 +112,17 @@ def averaged_if_asked(
     """
     optimizer: Any = layout.optimizer
     asked = optimizer.averages(state.opt_state)
-    means = _Means(layout, Exact(), layout.parameters_of(state.params))
-    local = LocalExchange(Exact(), means.parameters, means.sizes)
+    described = _Described.of(layout.parameters_of(state.params))
+    means = _Means(layout, Exact(), described.parameters)
+    local = LocalExchange(Exact(), described.parameters, means.sizes)
 
     def on_shards(gradient: Gradient, asked: jax.Array) -> Gradient:
         def averaged(gradient: Gradient) -> Gradient:
             with jax.named_scope(EXCHANGE):
-                values, _ = means(means.leaves(gradient.values), {})
+                values, _ = means(described.leaves(gradient.values), {})
             measured = local.measured(values, gradient.errors)
             # The worker's own gradient tells which of the parameters is to blame.
-            return measured._replace(values=means.tree(values), finite=gradient.finite)
+            return measured._replace(values=described.tree(values), finite=gradient.finite)
 
         gradient = lax.cond(asked, averaged, lambda gradient: gradient, gradient)
         all_finite = lax.pmin(jnp.all(gradient.finite).astype(jnp.int32), layout.apart) == 1
@@ -125,7 +130,7 @@ def averaged_if_asked(
 
     others = axes_without(layout.strategy.every_axis, layout.apart)
     replicated = PartitionSpec()
-    specs = Gradient(means.specs(others), {}, replicated, replicated)
+    specs = Gradient(described.specs(others), {}, replicated, replicated)
     return asked, _manual_over(others, on_shards, specs)(gradient, asked)
 
 
@@ -142,24 +147,39 @@ def _manual_over(axes: tuple[str, ...], function: Callable[..., Any], specs: Any
     )
 
 
+class _Described(NamedTuple):
+    """All parameters, and how their arrays make up a tree."""
+
+    parameters: list[Parameter]
+    treedef: Any
+
+    @classmethod
+    def of(cls, parameters: Any) -> "_Described":
+        """Those of a tree of `Parameter`s."""
+        return cls(*jax.tree.flatten(parameters, is_leaf=_is_parameter))
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """What there is of each parameter, as a tree like them."""
+        return self.treedef.unflatten(leaves)
+
+    def leaves(self, tree: Any) -> list[Any]:
+        """What a tree like the parameters has for each of them."""
+        return self.treedef.flatten_up_to(tree)
+
+    def specs(self, axes: tuple[str, ...]) -> Any:
+        """How parameters are laid out at rest over some axes, a tree like them."""
+        return self.tree([keep_axes(parameter.stored, axes) for parameter in self.parameters])
+
+
 class _Means:
-    """Means over workers, as one device takes part in them, where every axis is manual.
+    """Means over workers, as one device takes part in them, where every axis is manual."""
 
-    `tree` and `leaves` go from arrays of all parameters to the tree of these, and back.
-    """
-
-    def __init__(self, layout: Layout, by: Exchange, parameters: Any) -> None:
-        described, treedef = jax.tree.flatten(parameters, is_leaf=_is_parameter)
-        self.parameters: Sequence[Parameter] = described
-        self.tree, self.leaves = treedef.unflatten, treedef.flatten_up_to
+    def __init__(self, layout: Layout, by: Exchange, parameters: Sequence[Parameter]) -> None:
+        self.parameters = parameters
         self.sizes = dict(layout.strategy.device_mesh.shape)
         self.apart, self.by = layout.apart, by
         self.workers = parts_over(self.sizes, layout.apart)
-        self.coded = LocalExchange(by, described, self.sizes)
-
-    def specs(self, axes: tuple[str, ...]) -> Any:
-        """How the parameters are laid out at rest over some axes, a tree like them."""
-        return self.tree([keep_axes(parameter.stored, axes) for parameter in self.parameters])
+        self.coded = LocalExchange(by, parameters, self.sizes)
 
     def __call__(
         self, arrays: list[jax.Array], errors: ErrorsByPath, alive: Sequence[Any] | None = None
@@ -195,36 +215,40 @@ class _Means:
 
 
 class _OfExchange:
-    """A meeting that an exchange wants: workers average how far they have moved."""
+    """A meeting that an exchange wants: workers average how far some parameters have moved."""
 
-    def __init__(self, layout: Layout, params: Any) -> None:
-        exchange: Any = layout.strategy.exchange
-        self.exchange: Meeting = exchange
-        self.means = _Means(layout, exchange.by, layout.parameters_of(params))
+    def __init__(
+        self, layout: Layout, exchange: Meeting, described: _Described, fragment: Fragment
+    ) -> None:
+        self.exchange, self.described, self.fragment = exchange, described, fragment
+        self.means = _Means(layout, exchange.by, [part.parameter for part in fragment])
 
     def __call__(self, shared: Shared) -> Shared:
         """What workers have after it."""
-        center, own = self.means.leaves(shared.center), self.means.leaves(shared.own)
-        moves = [wide(mine) - wide(ours) for mine, ours in zip(own, center, strict=True)]
+        center = self.described.leaves(shared.center)
+        own = self.described.leaves(shared.own)
+        kept = {name: self.described.leaves(tree) for name, tree in shared.kept.items()}
+        moves = []
+        for part in self.fragment:
+            moves.append(wide(part.of(own)) - wide(part.of(center)))
         with jax.named_scope(EXCHANGE):
             means, errors = self.means(moves, shared.errors)
-        kept = {name: self.means.leaves(tree) for name, tree in shared.kept.items()}
-        for number, mean in enumerate(means):
+        for part, mean in zip(self.fragment, means, strict=True):
             met = self.exchange.met(
-                wide(center[number]),
-                wide(own[number]),
+                wide(part.of(center)),
+                wide(part.of(own)),
                 mean,
-                {name: leaves[number] for name, leaves in kept.items()},
+                {name: part.of(leaves) for name, leaves in kept.items()},
                 self.means.workers,
             )
-            center[number] = met.center.astype(center[number].dtype)
-            own[number] = met.own.astype(own[number].dtype)
+            part.put(center, met.center)
+            part.put(own, met.own)
             for name, value in met.kept.items():
-                kept[name][number] = value.astype(kept[name][number].dtype)
+                part.put(kept[name], value)
         return shared._replace(
-            center=self.means.tree(center),
-            own=self.means.tree(own),
-            kept={name: self.means.tree(leaves) for name, leaves in kept.items()},
+            center=self.described.tree(center),
+            own=self.described.tree(own),
+            kept={name: self.described.tree(leaves) for name, leaves in kept.items()},
             errors=errors,
         )
 
@@ -232,21 +256,21 @@ class _OfExchange:
 class _OfOptimizer:
     """A meeting that an optimizer wants: workers average its messages."""
 
-    def __init__(self, layout: Layout, params: Any) -> None:
-        optimizer: Any = layout.optimizer
-        self.optimizer: Apart = optimizer
-        self.means = _Means(layout, layout.strategy.exchange, layout.parameters_of(params))
+    def __init__(self, layout: Layout, optimizer: Apart, described: _Described) -> None:
+        self.optimizer, self.described = optimizer, described
+        self.means = _Means(layout, layout.strategy.exchange, described.parameters)
 
     def __call__(self, shared: Shared) -> Shared:
         """What workers have after it."""
         messages, alive = self.optimizer.message(shared.opt_state)
+        own, own_alive = self.described.leaves(messages), self.described.leaves(alive)
         with jax.named_scope(EXCHANGE):
-            means, errors = self.means(
-                self.means.leaves(messages), shared.errors, self.means.leaves(alive)
-            )
+            means, errors = self.means(own, shared.errors, own_alive)
         # In the dtypes of the messages: means of codes are float32.
-        mean = jax.tree.map(lambda m, x: m.astype(x.dtype), self.means.tree(means), messages)
-        params, opt_state = self.optimizer.met(mean, shared.opt_state, shared.center)
+        means = [mean.astype(x.dtype) for mean, x in zip(means, own, strict=True)]
+        params, opt_state = self.optimizer.met(
+            self.described.tree(means), shared.opt_state, shared.center
+        )
         return shared._replace(center=params, own=params, opt_state=opt_state, errors=errors)
 
 

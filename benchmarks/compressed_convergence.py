@@ -1,0 +1,320 @@
+"""What compressed optimizers and workers that train apart learn, beside their parents.
+
+A small GPT on the source of Python, on eight devices, from the same start and the same batches.
+Each method has a parent, whose gradients are summed exactly in every step, and a curve that must
+fail, without what the method keeps for later:
+
+    0/1 Adam        Adam                    without error feedback
+    1-bit LAMB      LAMB                    without error feedback
+    PowerSGD        Adam, rank 4            without error feedback
+    DiLoCo          Adam, 4 workers that meet every 50 steps    without outer momentum
+
+`loss_ratio` of a method is the worst, over dtypes, of the mean loss over seeds over its parent's,
+on held-out text; `failing_ratio` the same of what must fail. Then each is saved 200 steps before
+its end, restored, and goes on: on as many devices, where `restart_differs` counts the arrays that
+are not what they are without stopping, bit for bit; and with half as many workers, where
+`restart_ratio` is the larger of the two losses over the other.
+
+Some two hours on two cores; `--methods` takes some of them.
+
+    python -m benchmarks.compressed_convergence --json [--plot docs/compressed_convergence.svg]
+"""
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import shardlib as sl
+from benchmarks._picture import level, line, svg, text
+from benchmarks._report import report
+from benchmarks.onebit_convergence import CONFIG, measured, schedule, texts
+from examples.experts import windows
+from models import gpt
+from shardlib import collectives as c
+from shardlib import optimizers
+
+BOUNDS = {
+    "loss_ratio_zero_one_adam": 1.01,
+    "loss_ratio_onebit_lamb": 1.01,
+    "loss_ratio_powersgd": 1.01,
+    "loss_ratio_diloco": 1.02,
+    "restart_ratio": 1.005,
+    "restart_differs": 0,
+}
+DEVICES, STEPS, SEEDS, LAST = 8, 2000, 3, 200
+EVERY_DEVICE, PODS, FEWER = "pod=8,data=1", "pod=4,data=2", {"pod=8,data=1": 4, "pod=4,data=2": 2}
+RULES = sl.rules.data | sl.AxisRules(batch=("pod", "data"))
+LAMB_RATE = 10.0
+"""How much higher the rate of LAMB is than that of Adam: its steps are in units of parameters."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run trains: its mesh, and its exchange and optimizer for a number of steps."""
+
+    mesh: str
+    exchange: sl.Exchange
+    optimizer: Callable[[int], Any]
+
+    def strategy(self, precision: str, workers: int | None = None) -> sl.Strategy:
+        """The strategy of the run, or the same with fewer workers on as many devices of each."""
+        axes = dict(part.split("=") for part in self.mesh.split(","))
+        if workers is not None:
+            axes["pod"] = str(workers)
+        count = int(axes["pod"]) * int(axes["data"])
+        text = ",".join(f"{axis}={size}" for axis, size in axes.items())
+        return sl.Strategy(
+            mesh=sl.make_mesh(text, devices=jax.devices()[:count]),
+            rules=RULES,
+            clip=1.0,
+            precision=precision,
+            exchange=self.exchange,
+        )
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method, the parent that it is compared with, and what must fail."""
+
+    parent: Run
+    run: Run
+    failing: Run
+    failing_name: str
+
+
+def adam(steps: int) -> Any:
+    """Adam under the schedule of every run."""
+    return optax.adam(schedule(steps))
+
+
+def scaled(steps: int) -> Any:
+    """The schedule for LAMB."""
+    rate = schedule(steps)
+    return lambda step: LAMB_RATE * rate(step)
+
+
+def zero_one_adam(steps: int) -> Any:
+    """0/1 Adam, by parts of the run like those of its paper."""
+    return optimizers.zero_one_adam(schedule(steps), steps=steps)
+
+
+def onebit_lamb(steps: int) -> Any:
+    """1-bit LAMB, which freezes after a fifth of the run."""
+    return optimizers.onebit_lamb(scaled(steps), steps=steps)
+
+
+def lamb(steps: int) -> Any:
+    """LAMB."""
+    return optax.lamb(scaled(steps))
+
+
+ADAM = Run(EVERY_DEVICE, sl.Exact(), adam)
+METHODS = {
+    "zero_one_adam": Method(
+        ADAM,
+        Run(EVERY_DEVICE, c.OneBit("pod"), zero_one_adam),
+        Run(EVERY_DEVICE, c.OneBit("pod", feedback=False), zero_one_adam),
+        "without feedback",
+    ),
+    "onebit_lamb": Method(
+        Run(EVERY_DEVICE, sl.Exact(), lamb),
+        Run(EVERY_DEVICE, c.OneBit("pod"), onebit_lamb),
+        Run(EVERY_DEVICE, c.OneBit("pod", feedback=False), onebit_lamb),
+        "without feedback",
+    ),
+    "powersgd": Method(
+        ADAM,
+        Run(EVERY_DEVICE, c.PowerSGD("pod", rank=4), adam),
+        Run(EVERY_DEVICE, c.PowerSGD("pod", rank=4, feedback=False), adam),
+        "without feedback",
+    ),
+    "diloco": Method(
+        ADAM,
+        Run(PODS, c.DiLoCo("pod", every=50), adam),
+        Run(PODS, c.DiLoCo("pod", every=50, momentum=0.0), adam),
+        "without outer momentum",
+    ),
+}
+COLOURS = {"parent": "#247", "method": "#2a7", "failing": "#b33"}
+Curve = list[tuple[int, float]]
+
+
+def train(run: Run, precision: str, seed: int, steps: int) -> tuple[float, Curve]:
+    """The loss on what was held out, and that of training, every twentieth step."""
+    strategy = run.strategy(precision)
+    make: Any = lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(seed))  # noqa: E731
+    state = sl.init(make, run.optimizer(steps), strategy, seed=seed)
+    records: list[dict[str, Any]] = []
+    sinks: list[Any] = [records.append]
+    state = sl.fit(
+        sl.train_step(gpt.loss, strategy),
+        state,
+        windows(texts()[1], seed),
+        sl.Loop(steps=steps, log_every=20),
+        records=sl.Records(sinks=sinks),
+    )
+    curve = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    return measured(state, strategy), curve
+
+
+def restart(run: Run, steps: int) -> tuple[int, float]:
+    """How many arrays of a run that was stopped differ from those of one that was not; and the loss
+    with half as many workers over that with all of them, or the inverse.
+    """
+    optimizer, source = run.optimizer(steps), windows(texts()[1], 0)
+    strategies = [run.strategy("float32"), run.strategy("float32", FEWER[run.mesh])]
+    make: Any = lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))  # noqa: E731
+
+    def onward(strategy: sl.Strategy, state: sl.State, batches: Any) -> sl.State:
+        step = sl.train_step(gpt.loss, strategy)
+        for batch in batches:
+            state, metrics = step(state, batch)
+            # A CPU that has many steps before it may wait for itself.
+            jax.block_until_ready(metrics)
+        return state
+
+    start = sl.init(make, optimizer, strategies[0])
+    before = onward(strategies[0], start, itertools.islice(source, steps - LAST))
+    last = list(itertools.islice(source, LAST))
+    with tempfile.TemporaryDirectory() as folder, sl.Checkpoints(folder) as checkpoints:
+        checkpoints.save(before)
+        checkpoints.wait()
+        read = []
+        for strategy in strategies:
+            like = sl.init(make, optimizer, strategy, abstract=True)
+            read.append(checkpoints.restore(like).state)
+    never_stopped = onward(strategies[0], before, last)
+    restarted = []
+    for strategy, state in zip(strategies, read, strict=True):
+        restarted.append(onward(strategy, state, last))
+    arrays = []
+    for state in (never_stopped, restarted[0]):
+        arrays.append(jax.tree.leaves(jax.device_get(state.replaced(key=0))))
+    differs = sum(not np.array_equal(a, b) for a, b in zip(*arrays, strict=True))
+    losses = []
+    for state, strategy in zip(restarted, strategies, strict=True):
+        losses.append(measured(state, strategy))
+    return differs, max(losses) / min(losses)
+
+
+class Results:
+    """The losses of all runs, each of which is trained once, whoever asks for it."""
+
+    def __init__(self, steps: int, seeds: int) -> None:
+        self.steps, self.seeds = steps, seeds
+        self._found: dict[Any, tuple[float, Curve]] = {}
+
+    def mean(self, name: str, run: Run, precision: str) -> float:
+        """The mean loss of a run over seeds."""
+        return float(np.mean(self.losses(name, run, precision)))
+
+    def losses(self, name: str, run: Run, precision: str) -> list[float]:
+        """The loss of a run for each seed."""
+        return [self._of(name, run, precision, seed)[0] for seed in range(self.seeds)]
+
+    def curve(self, name: str, run: Run) -> Curve:
+        """The losses of the first run, in float32, over its steps."""
+        return self._of(name, run, "float32", 0)[1]
+
+    def _of(self, name: str, run: Run, precision: str, seed: int) -> tuple[float, Curve]:
+        key = run, precision, seed
+        if key not in self._found:
+            started = time.monotonic()
+            self._found[key] = train(run, precision, seed, self.steps)
+            seconds = time.monotonic() - started
+            loss = self._found[key][0]
+            print(
+                f"{precision}, seed {seed}, {name}: {loss:.4f} nats a byte, {seconds:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+        return self._found[key]
+
+
+def main() -> None:
+    """Measure, print, and with `--json` print for machines."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON last")
+    parser.add_argument("--plot", type=Path, help="draw the first seed's curves into this file")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--precisions", default="float32,bf16")
+    parser.add_argument("--methods", default=",".join(METHODS), help=", ".join(METHODS))
+    arguments = parser.parse_args()
+    sl.simulate_devices(DEVICES)
+    results = Results(arguments.steps, arguments.seeds)
+    methods = {name: METHODS[name] for name in arguments.methods.split(",")}
+    precisions = arguments.precisions.split(",")
+    figures: dict[str, Any] = {}
+    losses: dict[str, Any] = {}
+    for name, method in methods.items():
+        runs = {"parent": method.parent, "method": method.run, "failing": method.failing}
+        losses[name] = {}
+        ratios: dict[str, list[float]] = {"method": [], "failing": []}
+        for precision in precisions:
+            losses[name][precision] = {
+                kind: results.losses(f"{name}, {kind}", run, precision)
+                for kind, run in runs.items()
+            }
+            parent = results.mean(name, method.parent, precision)
+            for kind in ratios:
+                ratios[kind].append(results.mean(name, runs[kind], precision) / parent)
+        figures[f"loss_ratio_{name}"] = max(ratios["method"])
+        figures[f"failing_ratio_{name}"] = min(ratios["failing"])
+    if arguments.plot:
+        arguments.plot.write_text(picture(methods, results))
+    restarts = {name: restart(method.run, arguments.steps) for name, method in methods.items()}
+    figures |= {
+        "restart_differs": sum(differs for differs, _ in restarts.values()),
+        "restart_ratio": max(ratio for _, ratio in restarts.values()),
+        "restarts": restarts,
+        "losses": losses,
+        "steps": arguments.steps,
+        "seeds": arguments.seeds,
+    }
+    bounds = {name: bound for name, bound in BOUNDS.items() if name in figures}
+    report("compressed_convergence", figures, bounds, arguments.json)
+
+
+def picture(methods: dict[str, Method], results: Results) -> str:
+    """For each method, its loss over the steps, its parent's, and that of what must fail."""
+    width, row, left, right = 720, 230, 50, 690
+    low, high = 1.4, 3.0
+    parts: list[Any] = []
+    for number, (name, method) in enumerate(methods.items()):
+        top, bottom = 50 + number * row, 50 + number * row + 160
+        runs = {"parent": method.parent, "method": method.run, "failing": method.failing}
+        labels = {"parent": "its parent", "method": name, "failing": method.failing_name}
+
+        def y(loss: float, bottom: int = bottom) -> float:
+            return bottom - 160 * (min(loss, high) - low) / (high - low)
+
+        parts += [level(left, right, y(loss), loss) for loss in (1.4, 1.8, 2.2, 2.6, 3.0)]
+        for place, (kind, run) in enumerate(runs.items()):
+            curve = results.curve(name, run)
+            last = curve[-1][0]
+            losses = np.array([loss for _, loss in curve])
+            points = []
+            for k, (step, _) in enumerate(curve):
+                smooth = float(losses[max(0, k - 4) : k + 5].mean())
+                points.append((left + (right - left) * step / last, y(smooth)))
+            parts.append(line(points, COLOURS[kind], 2))
+            parts.append(text(right, top + 16 * (place + 1), labels[kind], "end", COLOURS[kind]))
+    return svg(width, row * len(methods) + 40, left, "Loss over steps, nats a byte", parts)
+
+
+if __name__ == "__main__":
+    main()
