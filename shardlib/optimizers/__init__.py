@@ -1,5 +1,7 @@
 """What optax lacks, as optax transformations."""
 
+from shardlib.optimizers._delayed import DelayedState as DelayedState
+from shardlib.optimizers._delayed import delayed as delayed
 from shardlib.optimizers._local import Apart as Apart
 from shardlib.optimizers._local import Local as Local
 from shardlib.optimizers._onebit_adam import OneBitAdamState as OneBitAdamState

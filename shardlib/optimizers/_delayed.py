@@ -1,0 +1,67 @@
+"""Updates with gradients of some steps ago, as a parameter server or PipeDream-2BW takes them.
+
+step t    gradient at parameters(t)  ->  waits  ->  moves parameters(t + delay)
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardlib.checks import _arguments as check
+
+
+class DelayedState(NamedTuple):
+    """The gradients that wait, and the state of the optimizer behind them."""
+
+    steps: jax.Array  # how many gradients came
+    waiting: tuple[Any, ...]  # the oldest first
+    inner: Any
+
+
+def delayed(
+    optimizer: optax.GradientTransformation, delay: int
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that moves parameters by the gradient of so many steps ago.
+
+    With a delay of one it is the rule of PipeDream-2BW (arXiv 2006.09503), and with the number of
+    workers less one that of a parameter server whose workers take turns, for the mean of a batch.
+    In the first `delay` steps nothing moves.
+
+    - `optimizer`: any optax transformation. It sees the older gradient, beside the parameters of
+      the step.
+    - `delay`: after how many steps a gradient is used.
+
+    Gradients that wait are kept in the state, sharded like their parameters, and in checkpoints. A
+    step that is skipped, since its gradient is not finite, is as if it had not been.
+
+    >>> optimizer = delayed(optax.sgd(1.0), 1)
+    >>> params, state = jnp.zeros(()), optimizer.init(jnp.zeros(()))
+    >>> for gradient in (1.0, 10.0, 100.0):
+    ...     updates, state = optimizer.update(jnp.float32(gradient), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> params.item()
+    -11.0
+    """
+    takes = "an optax transformation, such as `optax.sgd(0.1)`"
+    check.kind("delayed", "optimizer", optimizer, optax.GradientTransformation, takes)
+    delay = check.whole("delayed", "delay", delay, "a number of steps", least=1)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> DelayedState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return DelayedState(jnp.zeros((), jnp.int32), (zeros,) * delay, inner.init(params))
+
+    def update(
+        updates: Any, state: DelayedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, DelayedState]:
+        oldest, *others = state.waiting
+        moves, after = inner.update(oldest, state.inner, params, **extra)
+        # Before anything has come that is old enough, there is nothing to move by.
+        is_there = state.steps >= delay
+        moves = jax.tree.map(lambda move: jnp.where(is_there, move, 0), moves)
+        after = jax.tree.map(lambda new, old: jnp.where(is_there, new, old), after, state.inner)
+        return moves, DelayedState(state.steps + 1, (*others, updates), after)
+
+    return optax.GradientTransformationExtraArgs(init, update)
