@@ -70,7 +70,11 @@ LAYERS = [
         "collectives",
         "_sums _codecs _compressed _compressed_shards _exact _exchanges _zero _zero_split _zero_shards",
     ),
-    ("optimizers", "_stacked _local _onebit_adam"),
+    ("collectives", "_worker_sums _feedback _low_rank _largest _fragments _meetings"),
+    (
+        "optimizers",
+        "_stacked _delayed _local _moments _hyperparameters _onebit_adam _onebit_lamb _zero_one_adam",
+    ),
     (
         "pipeline.schedules",
         "_table _simulate _weave _search _rounds _schedule _v_shaped _published",
@@ -90,14 +94,15 @@ LAYERS = [
     ("experts", "_rows _rows_sent _further_rounds _row_rounds _two_levels _dropless _load_picture"),
     (
         "step",
-        "_scopes _precision _offload _gradient_sizes _exchange _exchange_checks _strategy _batches _layer_order _state _init_checks _init",
+        "_scopes _precision _offload _gradient_sizes _exchange _exchange_checks _strategy_checks _strategy "
+        "_batches _layer_order _workers _state _init_checks _init",
     ),
-    ("step", "_saved_errors _describe _varying _examples _example_rules _example_moves _coupled"),
+    ("step", "_error_forms _saved_workers _saved_errors _describe _varying _examples _example_rules _example_moves _coupled"),
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),
     (
         "step",
         "_remat_budget _gradient _host_update _streamed_loops _streamed_update _optimizer_update _step_calls "
-        "_compiler_options _step _evaluation",
+        "_compiler_options _meeting _apart _step _evaluation",
     ),
     ("train", "_contents _folder _checkpoint_failures _checkpoint_folders _checkpoint_reading"),
     ("train", "_checkpoint _nonfinite _sinks _speed _loop_options _run_steps _run _loop"),
