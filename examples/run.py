@@ -567,20 +567,33 @@ def _remat_of_names(text: str) -> sl.Remat:
 
 
 def _exchange(text: str) -> sl.Exchange:
-    made = {
+    """An exchange as text: `exact`, `onebit:pod`, `powersgd:pod:4` or `diloco:pod:500`."""
+    made: dict[str, Any] = {
         "onebit": sl.collectives.OneBit,
         "int8": partial(sl.collectives.Quantised, bits=8),
         "int4": partial(sl.collectives.Quantised, bits=4),
     }
-    name, _, axes = text.partition(":")
+    numbered: dict[str, Any] = {
+        "powersgd": sl.collectives.PowerSGD,
+        "local": sl.collectives.LocalSGD,
+        "diloco": sl.collectives.DiLoCo,
+        "elastic": sl.collectives.ElasticAveraging,
+    }
     if text == "exact":
         return sl.Exact()
-    if name not in made or not axes:
+    name, _, rest = text.partition(":")
+    axes, _, number = rest.partition(":")
+    fits = (name in made and not number) or (name in numbered and number.isdigit())
+    if not fits or not axes:
         raise ValueError(
-            f"An exchange is `exact`, or one of {', '.join(made)} and the axes that it takes, "
-            f"`onebit:pod`; got `{text}`."
+            f"An exchange is `exact`; one of {', '.join(made)} and the axes that it takes, "
+            f"`onebit:pod`; or one of {', '.join(numbered)} with a number more, the rank of "
+            f"factors or the steps between meetings, `diloco:pod:500`; got `{text}`."
         )
-    return made[name](tuple(axes.split(",")) if "," in axes else axes)
+    axis = tuple(axes.split(",")) if "," in axes else axes
+    if name in made:
+        return made[name](axis)
+    return numbered[name](axis, int(number))
 
 
 def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

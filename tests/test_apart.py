@@ -402,18 +402,18 @@ def strategy_with(**options):
 
 
 def test_fragments_meet_in_turn():
-    """Of two parts of the parameters, one is averaged after two steps and the other after four."""
-    names = {"stack": ("layers", "embed", "mlp"), "head": ("mlp", "embed")}
+    """Every second layer, and every second row, after two steps; all others after four."""
+    names = {"stack": ("layers", "embed", "mlp"), "head": ("mlp", "embed"), "bias": (None,)}
 
     def make_stack():
         random = np.random.default_rng(0)
-        shapes = {"stack": (3, 8, 16), "head": (16, 8)}
+        shapes = {"stack": (3, 8, 16), "head": (16, 8), "bias": (8,)}
         arrays = {n: jnp.asarray(random.normal(size=s), "float32") for n, s in shapes.items()}
         return sl.annotate(arrays, names)
 
     def stack_loss(model, x, rng):
         for layer in range(3):
-            x = jnp.tanh(x @ model["stack"][layer]) @ model["head"] + x
+            x = jnp.tanh(x @ model["stack"][layer]) @ model["head"] + x + model["bias"]
         return jnp.mean((x - 1) ** 2)
 
     strategy = sl.Strategy(
@@ -424,23 +424,22 @@ def test_fragments_meet_in_turn():
     )
     state = sl.init(make_stack, ADAM, strategy)
     step = sl.train_step(stack_loss, strategy)
-    met = []
     for number in range(4):
         state, metrics = step(state, batch(number))
-        after = jax.device_get(state.workers.params)
-        met.append(bool(metrics["met"]))
-        alike = {
-            name: np.all(value[0] == value[1], axis=(1, 2) if name == "stack" else None)
-            for name, value in after.items()
-        }
-        # Layers 0 and 2 are in the first part; the second has layer 1, and the head to even it out.
-        expected = {1: ([False, True, False], True), 3: ([True, False, True], False)}
-        stack, head = expected.get(number, ([False] * 3, False))
-        assert alike["stack"].tolist() == stack
-        assert bool(alike["head"]) == head
-    assert met == [False, True, False, True]
+        alike = {}
+        for name, value in jax.device_get(state.workers.params).items():
+            same = value[0] == value[1]
+            alike[name] = same.reshape(len(same), -1).all(1).tolist()
+        # The part that meets first has layer 1 and, since it has fewer layers, the bias.
+        first, second = [False, True] * 8, [True, False] * 8
+        expected = {1: (first[:3], first, [True] * 8), 3: (second[:3], second, [False] * 8)}
+        nothing = [False] * 3, [False] * 16, [False] * 8
+        stack, head, bias = expected.get(number, nothing)
+        assert alike == {"stack": stack, "head": head, "bias": bias}
+        assert bool(metrics["met"]) == (number in expected)
     # The center has what was averaged last, of each part.
-    np.testing.assert_array_equal(state.params["stack"][0], state.workers.params["stack"][0, 0])
+    own = state.workers.params["stack"]
+    np.testing.assert_array_equal(state.params["stack"][0], own[0, 0])
 
 
 REFUSED = {

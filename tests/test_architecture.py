@@ -97,7 +97,10 @@ LAYERS = [
         "_scopes _precision _offload _gradient_sizes _exchange _exchange_checks _strategy_checks _strategy "
         "_batches _layer_order _workers _state _init_checks _init",
     ),
-    ("step", "_error_forms _saved_workers _saved_errors _describe _varying _examples _example_rules _example_moves _coupled"),
+    (
+        "step",
+        "_error_forms _saved_workers _saved_errors _describe _varying _examples _example_rules _example_moves _coupled",
+    ),
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),
     (
         "step",

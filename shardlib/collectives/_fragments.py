@@ -1,17 +1,19 @@
 """Parameters divided into fragments of nearly equal size, which are exchanged in turn.
 
 Layers that are stacked in one array are dealt out one by one, so that each fragment has layers of
-all depths; all other parameters go whole, the largest first, to the fragment that has least.
+all depths, and so are the rows of matrices. What cannot be dealt out so, since devices have rows
+that do not take turns evenly, and vectors, go whole to the fragment that has least.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
 
 from shardlib.collectives._exact import Parameter
+from shardlib.layouts._specs import as_tuple, parts_over
 
 
 @dataclass(frozen=True)
@@ -43,22 +45,26 @@ class FragmentPart:
 Fragment: TypeAlias = tuple[FragmentPart, ...]
 
 
-def fragments(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ...]:
+def fragments(
+    parameters: Sequence[Parameter], count: int, sizes: Mapping[str, int]
+) -> tuple[Fragment, ...]:
     """The fragments of some parameters, as many as asked for.
 
+    `sizes` are those of the mesh's axes.
+
     >>> layers = Parameter("layers", (4, 8), jax.P(), (), jax.P(), stacked=1)
-    >>> head = Parameter("head", (64,), jax.P(), (), jax.P())
-    >>> first, second = fragments([layers, head], 2)
+    >>> bias = Parameter("bias", (64,), jax.P(), (), jax.P())
+    >>> first, second = fragments([layers, bias], 2, {})
     >>> [(part.parameter.path, part.parameter.shape) for part in first]
-    [('layers', (2, 8)), ('head', (64,))]
+    [('layers', (2, 8)), ('bias', (64,))]
     >>> [(part.parameter.path, part.rows) for part in second]
     [('layers', slice(1, None, 2))]
     """
     dealt: list[list[FragmentPart]] = [[] for _ in range(count)]
     whole: list[int] = []
-    sizes = [0] * count
+    loads = [0] * count
     for position, parameter in enumerate(parameters):
-        if not _is_dealt(parameter, count):
+        if not _is_dealt(parameter, count, sizes):
             whole.append(position)
             continue
         rows, *others = parameter.shape
@@ -67,12 +73,12 @@ def fragments(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ..
             own = len(range(number, rows, count))
             part = parameter._replace(shape=(own, *others))
             dealt[number].append(FragmentPart(position, part, own_rows))
-            sizes[number] += math.prod(part.shape)
+            loads[number] += math.prod(part.shape)
     whole.sort(key=lambda position: -math.prod(parameters[position].shape))
     for position in whole:
-        least = sizes.index(min(sizes))
+        least = loads.index(min(loads))
         dealt[least].append(FragmentPart(position, parameters[position], None))
-        sizes[least] += math.prod(parameters[position].shape)
+        loads[least] += math.prod(parameters[position].shape)
     found: list[Fragment] = []
     for parts in dealt:
         parts.sort(key=lambda part: part.position)
@@ -80,9 +86,13 @@ def fragments(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ..
     return tuple(found)
 
 
-def _is_dealt(parameter: Parameter, count: int) -> bool:
-    """Whether the rows of a parameter are layers, of which each fragment gets some."""
-    if not parameter.stacked or parameter.shape[0] < count:
+def _is_dealt(parameter: Parameter, count: int, sizes: Mapping[str, int]) -> bool:
+    """Whether the rows of a parameter are dealt out, one after the other."""
+    is_vector = len(parameter.shape) < 2 and not parameter.stacked
+    if is_vector:
         return False
-    # Layers that devices have different ones of are not dealt out.
-    return not parameter.stored or parameter.stored[0] is None
+    rows, parts = parameter.shape[0], 1
+    for entry in parameter.stored[:1]:
+        parts = parts_over(sizes, as_tuple(entry))
+    # A device's first row must be the first in turn, wherever its rows begin.
+    return rows >= count and (parts == 1 or rows % (parts * count) == 0)

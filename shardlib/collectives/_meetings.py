@@ -49,8 +49,8 @@ class Meeting(Exchange):
     - `exchange`: how their moves are averaged, an exchange over the same axes such as
       `Quantised("pod", bits=4)`; None is exactly.
     - `fragments`: into how many parts parameters are divided, of which each has meetings of its
-      own, in turn: as much is sent, in as many portions. Stacked layers are dealt out one by one,
-      other parameters whole.
+      own, in turn: as much is sent, in as many portions. Layers, and rows of matrices, are dealt
+      out one by one.
     """
 
     axis: str | tuple[str, ...]

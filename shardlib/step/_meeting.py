@@ -70,7 +70,8 @@ def meet(
         exchange: Any = layout.strategy.exchange
         due, which = exchange.is_due(steps), exchange.fragment_at(steps)
         alike = jnp.zeros((), bool)
-        for fragment in fragments(described.parameters, exchange.fragments):
+        sizes = layout.strategy.device_mesh.shape
+        for fragment in fragments(described.parameters, exchange.fragments, sizes):
             meetings.append(_OfExchange(layout, exchange, described, fragment))
     # One branch sends nothing, one has nothing to send since all workers have the same, and each
     # part of the parameters has one in which it meets.
