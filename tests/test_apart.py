@@ -429,11 +429,13 @@ def test_fragments_meet_in_turn():
         alike = {}
         for name, value in jax.device_get(state.workers.params).items():
             same = value[0] == value[1]
-            alike[name] = same.reshape(len(same), -1).all(1).tolist()
+            rows = same.reshape(len(same), -1).all(1)
+            # Adam's first steps are of nearly equal size: some of a bias are equal by chance.
+            alike[name] = bool(rows.all()) if name == "bias" else rows.tolist()
         # The part that meets first has layer 1 and, since it has fewer layers, the bias.
         first, second = [False, True] * 8, [True, False] * 8
-        expected = {1: (first[:3], first, [True] * 8), 3: (second[:3], second, [False] * 8)}
-        nothing = [False] * 3, [False] * 16, [False] * 8
+        expected = {1: (first[:3], first, True), 3: (second[:3], second, False)}
+        nothing = [False] * 3, [False] * 16, False
         stack, head, bias = expected.get(number, nothing)
         assert alike == {"stack": stack, "head": head, "bias": bias}
         assert bool(metrics["met"]) == (number in expected)

@@ -408,6 +408,15 @@ def test_command_line_overrides_fields_by_dotted_names():
     ]
     run = from_command_line(["gpt2_124m", *onebit])
     assert run.strategy.exchange == sl.collectives.OneBit("data") and run.optimizer.freeze == "auto"
+    for text, exchange in (
+        ("int4:data", sl.collectives.Quantised("data", bits=4)),
+        ("powersgd:data:2", sl.collectives.PowerSGD("data", rank=2)),
+        ("diloco:data:500", sl.collectives.DiLoCo("data", every=500)),
+        ("local:data:8", sl.collectives.LocalSGD("data", every=8)),
+        ("elastic:data:8", sl.collectives.ElasticAveraging("data", every=8)),
+    ):
+        run = from_command_line(["tiny", "--strategy.exchange", text, "--strategy.zero", "0"])
+        assert run.strategy.exchange == exchange
     pods = ["--strategy.mesh", "pod=2,data=4", "--strategy.rules", "data|batch=pod,data|embed=none"]
     run = from_command_line(
         ["tiny_onebit", *pods, "--strategy.exchange", "onebit:pod", "--optimizer.freeze", "4"]
@@ -467,8 +476,10 @@ def test_command_line_overrides_fields_by_dotted_names():
         (["tiny", "--loop.steps"], "`--loop.steps` has no value"),
         (
             ["tiny", "--strategy.exchange", "onebit"],
-            "`exact`, or one of onebit, int8, int4 and the axes",
+            "`exact`; one of onebit, int8, int4 and the axes",
         ),
+        (["tiny", "--strategy.exchange", "diloco:data"], "one of powersgd, local, diloco, elastic"),
+        (["tiny", "--strategy.exchange", "local:data:0"], "`LocalSGD(every=0)` takes"),
         (["tiny", "7"], "Fields are given as `--FIELD VALUE`; got `7`"),
         (["tiny", "--model.width", "30"], "must be a multiple of `heads=4`"),
     ],

@@ -91,7 +91,7 @@ def _is_dealt(parameter: Parameter, count: int, sizes: Mapping[str, int]) -> boo
     is_vector = len(parameter.shape) < 2 and not parameter.stacked
     if is_vector:
         return False
-    rows, parts = parameter.shape[0], 1
+    rows, parts = math.prod(parameter.shape[:1]), 1
     for entry in parameter.stored[:1]:
         parts = parts_over(sizes, as_tuple(entry))
     # A device's first row must be the first in turn, wherever its rows begin.
