@@ -64,4 +64,5 @@ def delayed(
         after = jax.tree.map(lambda new, old: jnp.where(is_there, new, old), after, state.inner)
         return moves, DelayedState(state.steps + 1, (*others, updates), after)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    typed: Any = update  # optax knows the types of its own states only
+    return optax.GradientTransformationExtraArgs(init, typed)
