@@ -295,16 +295,36 @@ def _orthogonal(factors: list[jax.Array], row_axes: Sequence[tuple[str, ...]]) -
     """
     squares = [_product(factor.swapaxes(1, 2), factor) for factor in factors]
     squares = _summed(squares, row_axes)
-    orthogonal = []
-    for factor, square in zip(factors, squares, strict=True):
-        rank = factor.shape[2]
-        size = jnp.trace(square, axis1=1, axis2=2)[:, None, None]
-        # What is zero stays zero, divided by what is not.
-        ridge = jnp.eye(rank) * (_RIDGE * size / rank + jnp.finfo(jnp.float32).tiny)
-        lower = jnp.linalg.cholesky(square + ridge)
-        # P L^-T, since L L^T = P^T P.
-        solved = lax.linalg.triangular_solve(
-            lower, factor, left_side=False, lower=True, transpose_a=True
-        )
-        orthogonal.append(solved)
+    by_rank: dict[int, list[int]] = defaultdict(list)
+    for position, square in enumerate(squares):
+        by_rank[square.shape[2]].append(position)
+    orthogonal = list(factors)
+    # All of one rank together, since each is a few numbers.
+    for positions in by_rank.values():
+        together = jnp.concatenate([squares[position] for position in positions])
+        combined = _orthogonalizing(together)
+        first = 0
+        for position in positions:
+            last = first + squares[position].shape[0]
+            orthogonal[position] = _product(factors[position], combined[first:last])
+            first = last
     return orthogonal
+
+
+def _orthogonalizing(squares: jax.Array) -> jax.Array:
+    """What combines the columns of factors P into orthogonal ones, from `P^T P`: Gram-Schmidt.
+
+    It is the usual one, but for where products of columns are taken from: the square has them.
+    """
+    rank = squares.shape[2]
+    size = jnp.trace(squares, axis1=1, axis2=2)[:, None, None]
+    # What is zero stays zero, divided by what is not.
+    ridge = jnp.eye(rank) * (_RIDGE * size / rank + jnp.finfo(jnp.float32).tiny)
+    squares = squares + ridge
+    found = jnp.zeros((squares.shape[0], rank, 0))
+    for number in range(rank):
+        along = _product(found.swapaxes(1, 2), squares[:, :, number : number + 1])
+        column = jnp.eye(rank)[:, number : number + 1] - _product(found, along)
+        length = _product(column.swapaxes(1, 2), _product(squares, column))
+        found = jnp.concatenate([found, column * lax.rsqrt(length)], 2)
+    return found
