@@ -440,8 +440,10 @@ CALLS: tuple[Call, ...] = (
     _call("sl.pipeline.text", "timeline", width="80", colour="False"),
     # Planning
     _call("sl.break_even", parameters="1e9", workers="8", bandwidth="3e9", shards="8",
-          codec="sl.collectives.Signs()", compute_seconds="0.1", memory_bandwidth="8e11",
-          itemsize="4", also={"bandwidth": ("inf",), "memory_bandwidth": ("inf",)}),
+          exchange="sl.collectives.OneBit('pod')", compute_seconds="0.1",
+          memory_bandwidth="8e11", itemsize="4", width="64",
+          also={"bandwidth": ("inf",), "memory_bandwidth": ("inf",), "exchange": _OPTIONAL,
+          "width": _OPTIONAL}),
     _call("sl.planning.Decoder", layers="2", width="64", heads="4", sequence="32", vocab="256",
     kv_heads="2", head_dim="16",
           hidden="128", norm="'layer'", mlp="'gelu'", positions="'learned'", bias="True",

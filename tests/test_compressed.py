@@ -325,8 +325,8 @@ def test_compressed_collectives_send_the_bytes_of_the_formulas(platform, codec):
             "takes an axis of the surrounding",
         ),
         (
-            lambda: sl.break_even(parameters=1e6, workers=2, bandwidth=1e9, codec="int8"),
-            "`break_even` takes a codec",
+            lambda: sl.break_even(parameters=1e6, workers=2, bandwidth=1e9, exchange="int8"),
+            "an exchange, such as",
         ),
     ],
 )
@@ -338,3 +338,32 @@ def test_compressed_collectives_refuse_wrong_arguments(call, message):
 def test_break_even_prints_without_a_memory_bandwidth():
     pays = sl.break_even(parameters=350e6, workers=2, bandwidth=1.25e9)
     assert str(pays).endswith("times as fast, and faster whatever the network")
+
+
+def test_break_even_counts_what_each_exchange_sends():
+    of = dict(parameters=8e6, workers=4, shards=2, bandwidth=1e9, memory_bandwidth=1e12)
+    exact = 2 * 4 * 4e6 * 3 / 4
+    c = sl.collectives
+    sent = {
+        c.OneBit("pod"): c.pmean_bytes(4_000_000, 4, Signs()),
+        c.Quantised("pod", bits=4): c.pmean_bytes(4_000_000, 4, c.Integers(4)),
+        c.LocalSGD("pod", every=8): exact / 8,
+        c.TopK("pod", part=0.001): 3 * 8 * 4000,
+        c.PowerSGD("pod", rank=4): exact * 8 / 1000,
+        sl.Exact(): exact,
+    }
+    for exchange, expected in sent.items():
+        found = sl.break_even(**of, exchange=exchange, width=1000)
+        assert found.sent_bytes == pytest.approx(expected)
+        assert found.exact_seconds == pytest.approx(exact / 1e9)
+    fragments = sl.break_even(**of, exchange=c.DiLoCo("pod", every=500, fragments=4))
+    assert fragments.most_bytes == pytest.approx(exact / 4)
+    assert fragments.sent_bytes == pytest.approx(exact / 500)
+    with pytest.raises(ValueError, match="say how many rows and columns they have"):
+        sl.break_even(**of, exchange=c.PowerSGD("pod"))
+
+    class Own(sl.Exchange):
+        pass
+
+    with pytest.raises(ValueError, match="it is not known what it sends"):
+        sl.break_even(**of, exchange=Own())

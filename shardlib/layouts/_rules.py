@@ -428,7 +428,10 @@ def rules_without(rules: AxisRules, axes: Iterable[str]) -> AxisRules:
     remaining: dict[str, tuple[Axes, ...]] = {}
     for name, candidates in rules._rules.items():
         remaining[name] = tuple(_without(candidate, removed) for candidate in candidates)
-    forms = {axis: form for axis, form in rules._forms.items() if axis not in removed}
+    forms: dict[str, Form] = {}
+    for axis, form in rules._forms.items():
+        if axis not in removed:
+            forms[axis] = form
     return AxisRules.__new__(AxisRules)._set(remaining, rules._known, rules._policies, forms)
 
 

@@ -1,27 +1,37 @@
-"""When a compressed exchange pays, by formula.
+"""When an exchange that sends less pays, by formula.
 
     step seconds = seconds to compute + bytes sent / bandwidth + bytes packed / memory bandwidth
 
-A compressed exchange sends less and, to pack its codes, reads and writes more.
+Such an exchange sends less, or less often, and to make what it sends it reads and writes more.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
-from shardlib.collectives._codecs import Codec, Signs
-from shardlib.collectives._compressed import check_codec, pmean_bytes
+from shardlib.collectives._compressed import pmean_bytes
+from shardlib.collectives._exact import Exact, Exchange
+from shardlib.collectives._exchanges import Compressed, OneBit
+from shardlib.collectives._largest import TopK
+from shardlib.collectives._low_rank import PowerSGD
+from shardlib.collectives._meetings import Meeting
 
 # Bytes of its memory that a device reads and writes for each number that it sends in bits, and not
 # for an exact sum: what the compiler of TPU v5e counts for `pmean` with errors and a mask. It is an
 # upper bound, part of which stays on the chip.
 PACKED_BYTES = 150.0
+# The same for factors and for the largest elements, by the arrays that are read and written once
+# each: gradient and error, their sum three times, the mean, and the error that is left.
+FEEDBACK_BYTES = 32.0
+# The same for a meeting: own parameters, center and momentum, each read and written.
+MEETING_BYTES = 24.0
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Seconds of a step and its exchange, exact and compressed.
+    """Seconds of a step and its exchange, exact and compressed, as means over steps.
 
     With them the bandwidth at which the two are equal.
     """
@@ -30,6 +40,8 @@ class BreakEven:
     exact_seconds: float
     compressed_seconds: float
     bandwidth: float  # bytes per second of a device, below which compression wins
+    sent_bytes: float = 0.0  # of a device, in a step; a mean where steps differ
+    most_bytes: float = 0.0  # in a step that sends most
 
     @property
     def speedup(self) -> float:
@@ -56,11 +68,12 @@ def break_even(
     bandwidth: float,
     shards: int = 1,
     compute_seconds: float = 0.0,
-    codec: Codec | None = None,
+    exchange: Exchange | None = None,
     memory_bandwidth: float = math.inf,
     itemsize: int = 4,
+    width: int | None = None,
 ) -> BreakEven:
-    """What a compressed exchange saves in a step.
+    """What an exchange that sends less saves in a step.
 
     Neither it nor the exact one is taken to overlap with anything.
 
@@ -71,13 +84,20 @@ def break_even(
         shards: devices of a worker, which send a part of the gradient each.
         compute_seconds: what the rest of the step takes, measured or estimated: a decoder's
             products take `6 * parameters * tokens` FLOPs.
-        codec: how numbers are compressed, by default `Signs()`.
+        exchange: how gradients are sent, or moves of workers that train apart; by default in one
+            bit. Its axis does not matter.
         memory_bandwidth: bytes per second of a device's memory; by default packing costs nothing.
         itemsize: bytes of each number in an exact sum.
+        width: how many rows and columns matrices have, for factors of them.
 
-    >>> print(break_even(parameters=1e9, workers=8, shards=8, bandwidth=3e9, memory_bandwidth=8e11))
+    >>> import shardlib as sl
+    >>> of = dict(parameters=1e9, workers=8, shards=8, bandwidth=3e9, memory_bandwidth=8e11)
+    >>> print(break_even(**of))
     0.0 ms to compute; exchanged in 291.7 ms exactly, 32.7 ms compressed: 8.92 times as fast,
     and faster below 33.7 GiB/s
+    >>> apart = break_even(**of, exchange=sl.collectives.DiLoCo("pod", every=500))
+    >>> apart.most_bytes / apart.sent_bytes
+    500.0
     """
     name = "break_even"
     takes = "a number of parameters"
@@ -88,22 +108,71 @@ def break_even(
     check.number(name, "compute_seconds", compute_seconds, "a number of seconds", least=0)
     for argument, rate in (("bandwidth", bandwidth), ("memory_bandwidth", memory_bandwidth)):
         check.number(name, argument, rate, "a number per second", above=0, infinite=True)
-    codec = Signs() if codec is None else codec
-    check_codec(name, codec)
+    takes = 'an exchange, such as `sl.collectives.OneBit("pod")`, or None'
+    if exchange is None:
+        exchange = OneBit("data")
+    check.kind(name, "exchange", exchange, Exchange, takes)
+    width = check.whole(name, "width", width, "a number of rows", least=1, optional=True)
 
     # Each device of a worker exchanges its own part of the gradient.
     elements = math.ceil(parameters / shards)
-    # A sum over n workers is a scatter and a gather, of (n - 1) / n of the array each.
-    exact_bytes = 2 * itemsize * elements * (workers - 1) / workers
-    compressed_bytes = pmean_bytes(elements, workers, codec)
-    packing_seconds = PACKED_BYTES * elements / memory_bandwidth
+    exact_bytes = _summed(elements, workers, itemsize)
+    cost = _cost(exchange, elements, workers, itemsize, width)
+    every = exchange.every if isinstance(exchange, Meeting) else 1
+    packing_seconds = cost.packed / every / memory_bandwidth
     # At this bandwidth, what is saved on the wire is what packing costs.
     equal_at = math.inf
     if packing_seconds:
-        equal_at = (exact_bytes - compressed_bytes) / packing_seconds
+        equal_at = (exact_bytes - cost.sent / every) / packing_seconds
+    portions = exchange.fragments if isinstance(exchange, Meeting) else 1
     return BreakEven(
         compute_seconds=compute_seconds,
         exact_seconds=exact_bytes / bandwidth,
-        compressed_seconds=compressed_bytes / bandwidth + packing_seconds,
+        compressed_seconds=cost.sent / every / bandwidth + packing_seconds,
         bandwidth=equal_at,
+        sent_bytes=cost.sent / every,
+        most_bytes=cost.sent / portions,
+    )
+
+
+class _Cost(NamedTuple):
+    """What an exchange of all parameters costs a device, in bytes."""
+
+    sent: float
+    packed: float  # read and written
+
+
+def _summed(elements: float, workers: int, itemsize: int) -> float:
+    """What a device sends for an exact sum: a scatter and a gather, of (n - 1) / n each."""
+    return 2 * itemsize * elements * (workers - 1) / workers
+
+
+def _cost(
+    exchange: Exchange, elements: int, workers: int, itemsize: int, width: int | None
+) -> _Cost:
+    """What an exchange costs each time, of a device's part of all parameters."""
+    match exchange:
+        case Meeting():
+            cost = _cost(exchange.by, elements, workers, itemsize, width)
+            return _Cost(cost.sent, cost.packed + MEETING_BYTES * elements)
+        case Exact():
+            return _Cost(_summed(elements, workers, itemsize), 0.0)
+        case Compressed():
+            sent = pmean_bytes(elements, workers, exchange.codec)
+            return _Cost(sent, PACKED_BYTES * elements)
+        case TopK():
+            sent = (workers - 1) * 8 * exchange.count(elements)
+            return _Cost(sent, FEEDBACK_BYTES * elements)
+        case PowerSGD():
+            if width is None:
+                raise ValueError(
+                    f"`break_even(exchange={exchange})` depends on how large matrices are: say how "
+                    "many rows and columns they have, `width=4096`."
+                )
+            # Factors are float32 whatever gradients are.
+            sent = _summed(elements * 2 * exchange.rank / width, workers, 4)
+            return _Cost(sent, FEEDBACK_BYTES * elements)
+    raise ValueError(
+        f"`break_even(exchange={exchange})`: of this exchange it is not known what it sends. A "
+        "plan of a step reads that off the compiled program: `sl.plan`."
     )
