@@ -1,8 +1,9 @@
 """What compressed optimizers and workers that train apart learn, beside their parents.
 
 A small GPT on the source of Python, on eight devices, from the same start and the same batches, of
-128 sequences: what a worker learns by itself depends on how many of them are its own. Each method has a parent, whose gradients are summed exactly in every step, and a curve that must
-fail, without what the method keeps for later:
+128 sequences: what a worker learns by itself depends on how many of them are its own. Each method
+has a parent, whose gradients are summed exactly in every step, and a curve that must fail, without
+what the method keeps for later:
 
     0/1 Adam        Adam                    without error feedback
     1-bit LAMB      LAMB                    without error feedback
@@ -201,8 +202,9 @@ def restart(run: Run, steps: int) -> tuple[int, float]:
         return state
 
     start = sl.init(make, optimizer, strategies[0])
-    before = onward(strategies[0], start, itertools.islice(source, steps - LAST))
-    last = list(itertools.islice(source, LAST))
+    after = min(LAST, steps // 2)
+    before = onward(strategies[0], start, itertools.islice(source, steps - after))
+    last = list(itertools.islice(source, after))
     with tempfile.TemporaryDirectory() as folder, sl.Checkpoints(folder) as checkpoints:
         checkpoints.save(before)
         checkpoints.wait()
