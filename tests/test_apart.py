@@ -118,6 +118,9 @@ MEETINGS = {
     "inner axis": dict(
         mesh="pod=4,data=2,model=1", exchange=DiLoCo("data", every=3), zero=split(2)
     ),
+    "inner axis, beside another": dict(
+        mesh="pod=2,data=2,model=2", exchange=LocalSGD("data", every=3), zero=split(2)
+    ),
     "both axes": dict(mesh=PODS, exchange=ElasticAveraging(("pod", "data"), every=3, rate=0.5)),
     "both, the other way": dict(mesh=PODS, exchange=LocalSGD(("data", "pod"), every=2)),
     "one worker": dict(mesh="pod=1,data=4,model=2", exchange=DiLoCo("pod", every=2)),
@@ -130,9 +133,8 @@ MEETINGS = {
 @pytest.mark.parametrize("name", MEETINGS)
 def test_workers_train_and_meet_as_in_a_plain_simulation(name):
     strategy = sl.Strategy(rules=RULES, **MEETINGS[name])
-    if name == "inner axis":
-        # Its examples are those of the rows that the mesh gives it: compare on a mesh of its own.
-        assert strategy.data_axes[0] == "data"
+    # So that the examples of a worker follow each other, and compilers take the nested regions.
+    assert strategy.data_axes[0] == strategy.exchange.axes[0] or name == "both, the other way"
     workers = sl.init(make, ADAM, strategy, abstract=True).layout.workers
     own, center, losses = simulated(strategy.exchange, workers)
     state, found = run(strategy)
@@ -380,6 +382,80 @@ def test_a_run_without_workers_goes_on_as_workers(tmp_path):
     run(strategy, 3, restored)
 
 
+def test_what_moves_are_owed_is_not_owed_to_gradients(tmp_path):
+    coded = OneBit("pod")
+    apart = sl.Strategy(mesh=PODS, rules=RULES, exchange=DiLoCo("pod", every=3, exchange=coded))
+    together = sl.Strategy(mesh=PODS, rules=RULES, exchange=coded)
+    for before, after in ((apart, together), (together, apart), (apart, sl.Strategy(PODS, RULES))):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        state, _ = run(before, 3)
+        checkpoints = saved_in(folder, state)
+        with pytest.raises(ValueError, match="one is not owed to the other"):
+            checkpoints.restore(sl.init(make, ADAM, after))
+
+
+def test_workers_go_on_in_a_pipeline_with_layers_in_its_order(tmp_path):
+    """The mean of workers is in the model's order, and a pipeline stores it in another."""
+    names = {"stack": ("layers", "embed", "mlp"), "head": ("mlp", "embed")}
+
+    def make_stack():
+        random = np.random.default_rng(0)
+        shapes = {"stack": (8, 8, 8), "head": (8, 8)}
+        arrays = {n: jnp.asarray(random.normal(size=s), "float32") for n, s in shapes.items()}
+        return sl.annotate(arrays, names)
+
+    def stack_loss(model, x, rng):
+        def layer(x, w):
+            return jnp.tanh(x @ w) + x, None
+
+        return jnp.mean((jax.lax.scan(layer, x, model["stack"])[0] @ model["head"] - 1) ** 2)
+
+    rules = RULES | sl.AxisRules(layers=None)
+    strategy = sl.Strategy(mesh=PODS, rules=rules, exchange=LocalSGD("pod", every=5))
+    state = sl.init(make_stack, ADAM, strategy)
+    step = sl.train_step(stack_loss, strategy)
+    for number in range(2):
+        state, _ = step(state, batch(number))
+    expected = jax.device_get(state.model)
+    checkpoints = saved_in(tmp_path, state)
+    pipelined = sl.Strategy(
+        mesh="stage=2,pod=2,data=2,model=1",
+        rules=rules | sl.AxisRules(layers="stage"),
+        pipeline=sl.pipeline.Interleaved(stages=2, microbatches=2, chunks=2),
+    )
+    restored = checkpoints.restore(sl.init(make_stack, ADAM, pipelined)).state
+    chex.assert_trees_all_close(jax.device_get(restored.model), expected, atol=1e-7)
+
+
+def test_a_model_of_one_array_has_workers_too(tmp_path):
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, exchange=LocalSGD("data", every=2))
+    state = sl.init(lambda: jnp.ones((8, 4)), ADAM, strategy)
+    step = sl.train_step(lambda w, x, rng: jnp.mean((x @ w - 1) ** 2), strategy)
+    state, _ = step(state, batch(0))
+    restored = saved_in(tmp_path, state).restore(state).state
+    assert restored.workers.params.shape == (8, 8, 4)
+
+
+def test_an_abstract_state_has_a_model():
+    strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=LocalSGD("pod", every=5))
+    model = sl.init(make, ADAM, strategy, abstract=True).model
+    assert model["up"].shape == (8, 16)
+
+
+def test_hybrid_zero_splits_within_a_worker():
+    strategy = sl.Strategy(
+        mesh="pod=2,data=4",
+        dcn="pod",
+        rules=sl.rules.data | sl.AxisRules(batch=("pod", "data"), embed=None, mlp=None),
+        zero="HYBRID_SHARD",
+        exchange=LocalSGD("pod", every=5),
+    )
+    # All of these are small, of which a warning tells.
+    with pytest.warns(sl.ShardingWarning, match="splits nothing over `data=4`"):
+        state, _ = run(strategy, 1)
+    assert state.workers is not None
+
+
 def test_fit_trains_workers_apart_and_resumes(tmp_path):
     strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=DiLoCo("pod", every=3))
     batches = [batch(number) for number in range(8)]
@@ -452,7 +528,7 @@ REFUSED = {
     ),
     "fragments with feedback": (
         lambda: DiLoCo("pod", every=4, fragments=2, exchange=OneBit("pod")),
-        "Send without feedback",
+        "Send codes without feedback",
     ),
     "no axis": (lambda: DiLoCo((), every=3), "takes an axis of the mesh"),
     "an axis twice": (lambda: DiLoCo(("pod", "pod"), every=3), "takes an axis of the mesh"),

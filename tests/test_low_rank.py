@@ -14,7 +14,7 @@ import shardlib as sl
 from shardlib import testing
 from shardlib.collectives import Parameter, PowerSGD, TopK
 from shardlib.collectives._feedback import matrix_of
-from shardlib.collectives._low_rank import _started
+from shardlib.collectives._low_rank import start_of
 
 RULES = sl.AxisRules(
     batch=("pod", "data"), embed=None, mlp="model", heads=None, layers=None, size=None
@@ -100,8 +100,8 @@ def power_iterations():
     def decided(name, number, own):
         columns = jnp.arange(own[0].shape[2], dtype=jnp.uint32)
         if name not in warm:
-            zeros = jnp.zeros((own[0].shape[0], own[0].shape[2], RANK))
-            warm[name] = np.asarray(_started(zeros, number, columns), "f8")
+            start = np.asarray(start_of(number, columns, RANK), "f8")
+            warm[name] = np.stack([start] * len(own[0]))
         left = sum(mine @ warm[name] for mine in own) / WORKERS
         left = np.stack([np.linalg.qr(each)[0] for each in left])
         warm[name] = sum(np.swapaxes(mine, 1, 2) @ left for mine in own) / WORKERS
@@ -198,6 +198,32 @@ def test_topk_sends_the_largest_elements_and_owes_the_rest(mesh):
                 np.testing.assert_allclose(errors[worker, device], owed[worker][path], atol=1e-5)
 
 
+def test_ranks_above_that_of_a_gradient_are_no_noise():
+    """Of factors with sixteen columns all but a few are of nothing, and the step is exact."""
+    strategy = strategy_with(PowerSGD("pod", ranks=(("a", 16), ("o", 16)), feedback=False))
+    state, _ = run(strategy, 1)
+    exact, _ = run(strategy_with(sl.Exact()), 1)
+    for path in NAMES:
+        np.testing.assert_allclose(state.params[path], exact.params[path], atol=1e-4)
+
+
+@pytest.mark.parametrize("exchange", [PowerSGD("pod", feedback=False), TopK("pod", part=0.1)])
+def test_one_worker_leaves_nothing_out(exchange):
+    one = sl.Strategy(mesh="pod=1,data=4,model=2", rules=RULES, exchange=exchange)
+    state, _ = run(one, 2)
+    exact, _ = run(sl.Strategy(mesh="pod=1,data=4,model=2", rules=RULES), 2)
+    chex.assert_trees_all_close(
+        jax.device_get(state.params), jax.device_get(exact.params), atol=1e-6
+    )
+
+
+def test_factors_are_float32_where_wider_numbers_are_allowed():
+    with jax.enable_x64(True):
+        state, _ = run(strategy_with(PowerSGD("pod", rank=RANK)), 2)
+        for leaf in jax.tree.leaves(state.errors):
+            assert leaf.dtype == jnp.float32
+
+
 EXCHANGES = {
     "factors": PowerSGD("pod", rank=RANK),
     "factors without feedback": PowerSGD("pod", rank=RANK, feedback=False),
@@ -255,6 +281,17 @@ REFUSED = {
     "a rank above the matrix": (
         lambda: run(strategy_with(PowerSGD("pod", ranks=(("a", 17),))), 1),
         "asks for rank 17 of `a`.*at most rank 16",
+    ),
+    "a rank of a vector": (
+        lambda: run(strategy_with(PowerSGD("pod", ranks=(("b", 1),))), 1),
+        "asks for rank 1 of `b`.*no matrix at all",
+    ),
+    "ranks in a list": (lambda: PowerSGD("pod", ranks=[("a", 2)]), "a tuple of pairs"),
+    "an optimizer that says what is sent": (
+        lambda: sl.init(
+            make, sl.optimizers.onebit_adam(0.1, freeze=2), strategy_with(PowerSGD("pod"))
+        ),
+        "does not keep it so",
     ),
     "a pattern of nothing": (
         lambda: run(strategy_with(PowerSGD("pod", ranks=(("nothing", 2),))), 1),

@@ -216,6 +216,28 @@ def test_if_one_worker_is_not_finite_all_skip():
     assert int(metrics["first_nonfinite"]) >= 0
 
 
+def test_a_rate_of_zero_moves_nothing_and_spoils_nothing():
+    optimizer = zero_one_adam(0.0, b1=B1, b2=B2, **SCHEDULE)
+    strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"))
+    state, metrics = run(strategy, 5, optimizer=optimizer)
+    assert metrics[3]["met"]
+    for path, expected in values().items():
+        np.testing.assert_array_equal(state.params[path], expected)
+        assert np.all(np.isfinite(state.workers.opt_state.mu[path]))
+
+
+def test_the_mean_of_gradients_of_sixteen_bits_is_taken_in_more():
+    """Each worker's gradient is nearly the largest number of its dtype, and so is their mean."""
+    strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"))
+    optimizer = zero_one_adam(1e-3, **SCHEDULE)
+    weights = lambda: {"w": jnp.ones((8, 16), jnp.float16)}
+    state = sl.init(weights, optimizer, strategy)
+    step = sl.train_step(lambda model, x, rng: 4e4 * jnp.mean(model["w"][0] * x), strategy)
+    state, metrics = step(state, np.full((4, 16), 16, "f4"))
+    assert int(state.nonfinite) == 0
+    assert int(metrics["first_nonfinite"]) == -1
+
+
 def test_a_run_goes_on_bit_for_bit_from_a_checkpoint(tmp_path):
     strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"))
     optimizer = adam()

@@ -8,7 +8,7 @@ that all workers share:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,3 +89,17 @@ def local_shape(parameter: Parameter, sizes: Mapping[str, int]) -> tuple[int, ..
 def zeros(shape: tuple[int, ...]) -> jax.Array:
     """Errors before the first step: float32 whatever the parameter is, since they are small."""
     return jnp.zeros(shape, jnp.float32)
+
+
+def of_one_worker(
+    gradients: Sequence[jax.Array], errors: Sequence[Any]
+) -> tuple[list[jax.Array], list[Any]]:
+    """The means of a single worker: its gradients, with all that it is owed."""
+    means, after = [], []
+    for gradient, before in zip(gradients, errors, strict=True):
+        if before is not None and before.error is not None:
+            gradient = gradient + before.error
+            before = before._replace(error=jnp.zeros_like(before.error))
+        means.append(gradient)
+        after.append(before)
+    return means, after

@@ -21,7 +21,7 @@ from jax import lax
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, averaged_axes
 from shardlib.collectives._exchanges import ROUTER_BIAS, are_axes
-from shardlib.collectives._feedback import Feedback, local_shape, zeros
+from shardlib.collectives._feedback import Feedback, local_shape, of_one_worker, zeros
 from shardlib.layouts._specs import as_tuple
 
 # Places are counted in 32 bits, within a device's shard.
@@ -94,6 +94,9 @@ class TopK(Exchange):
         inputs: ExchangeInputs,
     ) -> tuple[list[jax.Array], Sequence[Any]]:
         """The mean of what workers send of each gradient, and what each of them has not sent."""
+        if all(lax.axis_size(self.over(parameter)) == 1 for parameter in parameters):
+            # Nothing is sent between workers, so nothing is left out.
+            return of_one_worker(gradients, inputs.errors)
         means, errors = [], []
         for gradient, parameter, shared, before in zip(
             gradients, parameters, inputs.shared, inputs.errors, strict=True

@@ -32,6 +32,7 @@ from shardlib.collectives._feedback import (
     Matrix,
     local_shape,
     matrix_of,
+    of_one_worker,
     split_by,
     zeros,
 )
@@ -84,10 +85,11 @@ class PowerSGD(Exchange):
         check.assign(self, rank=rank)
         check.assign(self, feedback=check.boolean("PowerSGD", "feedback", self.feedback))
         check.patterns("PowerSGD", "exact", self.exact)
+        pairs = 'a tuple of pairs of a pattern and a rank: `((".*/kernel", 8),)`'
+        check.kind("PowerSGD", "ranks", self.ranks, tuple, pairs)
         for pair in self.ranks:
             if not isinstance(pair, tuple) or len(pair) != 2:
-                takes = 'pairs of a pattern and a rank: `((".*/kernel", 8),)`'
-                raise check.refusal("PowerSGD", "ranks", self.ranks, takes)
+                raise check.refusal("PowerSGD", "ranks", self.ranks, pairs)
             check.patterns("PowerSGD", "ranks", pair[:1])
             check.whole("PowerSGD", "ranks", pair[1], takes, least=1)
 
@@ -107,25 +109,27 @@ class PowerSGD(Exchange):
             if re.fullmatch(pattern, parameter.path):
                 return 0
         matrix = matrix_of(parameter)
-        if matrix is None:
-            return 0
-        _, rows, columns = matrix.size(parameter.shape)
+        rows = columns = 1
+        if matrix is not None:
+            _, rows, columns = matrix.size(parameter.shape)
         for pattern, rank in self.ranks:
             if re.fullmatch(pattern, parameter.path):
                 self._check_rank(parameter, rank, rows, columns)
                 return rank
+        if matrix is None:
+            return 0
         is_smaller = self.rank * (rows + columns) < rows * columns
         return self.rank if is_smaller else 0
 
     def _check_rank(self, parameter: Parameter, rank: int, rows: int, columns: int) -> None:
         """Refuse a rank that was asked for, and that a matrix does not have."""
-        if rank <= min(rows, columns):
+        if rank <= min(rows, columns) and rows * columns > 1:
             return
         raise ValueError(
             f"`PowerSGD(ranks=...)` asks for rank {rank} of `{parameter.path}`, whose shape "
             f"{parameter.shape} is that of matrices of {rows} by {columns}: they have at most "
-            f"rank {min(rows, columns)}. Ask for less, or have it summed exactly, "
-            f"`exact=({parameter.path!r},)`."
+            f"rank {min(rows, columns)}, and one by one is no matrix at all. Ask for less, or have "
+            f"it summed exactly, `exact=({parameter.path!r},)`."
         )
 
     def over(self, parameter: Parameter) -> tuple[str, ...]:
@@ -152,10 +156,14 @@ class PowerSGD(Exchange):
         The factors of all parameters go together: each of the two takes one sum over workers.
         """
         sizes = dict(jax.sharding.get_abstract_mesh().shape)
+        if all(lax.axis_size(self.over(parameter)) == 1 for parameter in parameters):
+            # Nothing is sent between workers, so nothing is left out.
+            return of_one_worker(gradients, inputs.errors)
         factored = []
         for number, (gradient, parameter) in enumerate(zip(gradients, parameters, strict=True)):
             before: Feedback = inputs.errors[number]
-            factored.append(self._factored(number, gradient, parameter, before))
+            factored.append(self._factored(gradient, parameter, before))
+        factored = _started(factored)
         bucket = self.within.bucket_bytes
         lefts = [_product(each.matrix, each.warm) for each in factored]
         lefts = _means(lefts, [each.left for each in factored], sizes, bucket)
@@ -175,9 +183,7 @@ class PowerSGD(Exchange):
             after.append(Feedback(error, right.reshape(each.warm_shape)))
         return means, after
 
-    def _factored(
-        self, number: int, gradient: jax.Array, parameter: Parameter, before: Feedback
-    ) -> "_Factored":
+    def _factored(self, gradient: jax.Array, parameter: Parameter, before: Feedback) -> "_Factored":
         """A gradient as matrices, with what it is owed, and the factor it starts from."""
         matrix = matrix_of(parameter)
         assert matrix is not None
@@ -190,10 +196,10 @@ class PowerSGD(Exchange):
         over, split = self.over(parameter), spec_axes(parameter.stored)
         shared = other_axes(sizes, (*over, *split))
         # A factor is the same along the axes that split the other dim, once it is added up there.
-        warm = before.warm.reshape(count, columns, -1)
         return _Factored(
             matrix=gradient.reshape(count, rows, columns),
-            warm=_started(warm, number, _column_numbers(matrix, parameter, gradient.shape)),
+            warm=before.warm.reshape(count, columns, -1),
+            column_numbers=_column_numbers(matrix, parameter, gradient.shape),
             shape=gradient.shape,
             warm_shape=before.warm.shape,
             row_axes=row_axes,
@@ -214,6 +220,7 @@ class _Factored(NamedTuple):
 
     matrix: jax.Array  # (matrices, rows, columns)
     warm: jax.Array  # (matrices, columns, rank)
+    column_numbers: jax.Array  # in the whole matrix
     shape: tuple[int, ...]
     warm_shape: tuple[int, ...]
     row_axes: tuple[str, ...]
@@ -226,23 +233,28 @@ def _columns(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[: matrix.stacked], *shape[matrix.columns :])
 
 
-def _started(warm: jax.Array, number: int, columns: jax.Array) -> jax.Array:
-    """A factor to begin with where the last one is zero: in the first step, or after none.
+def _started(factored: list[_Factored]) -> list[_Factored]:
+    """The same with factors to begin with where the last ones are zero: in the first step, say."""
+    not_zero = [jnp.any(each.warm != 0, (1, 2)).astype(jnp.int32) for each in factored]
+    # Devices have different columns of a factor, which is zero if all of them are.
+    not_zero = _summed(not_zero, [each.left.within for each in factored])
+    started = []
+    for number, (each, count) in enumerate(zip(factored, not_zero, strict=True)):
+        start = start_of(number, each.column_numbers, each.warm.shape[2])
+        warm = jnp.where((count == 0)[:, None, None], start, each.warm)
+        started.append(each._replace(warm=warm))
+    return started
 
-    It is the same in every step and on every mesh.
 
-    Args:
-        warm: the factors of the last step, `(matrices, columns, rank)`.
-        number: tells parameters apart.
-        columns: the numbers of the columns in the whole matrix.
+def start_of(number: int, columns: jax.Array, rank: int) -> jax.Array:
+    """A factor to begin with, `(columns, rank)`: the same in every step and on every mesh.
+
+    `number` tells parameters apart, and `columns` are those of a device, in the whole matrix.
     """
-    rank = warm.shape[2]
     word = columns[:, None] * jnp.uint32(0x9E3779B1)
     word += jnp.arange(rank, dtype=jnp.uint32) * jnp.uint32(0x85EBCA77)
     seed = jnp.uint32(0xC2B2AE35 * (number + 1) % 2**32)
-    start = scrambled(word + seed).astype(jnp.float32) * jnp.float32(2**-31) - 1
-    is_zero = jnp.all(warm == 0, (1, 2), keepdims=True)
-    return jnp.where(is_zero, start, warm)
+    return scrambled(word + seed).astype(jnp.float32) * jnp.float32(2**-31) - 1
 
 
 def _column_numbers(matrix: Matrix, parameter: Parameter, shape: tuple[int, ...]) -> jax.Array:
@@ -319,12 +331,15 @@ def _orthogonalizing(squares: jax.Array) -> jax.Array:
     rank = squares.shape[2]
     size = jnp.trace(squares, axis1=1, axis2=2)[:, None, None]
     # What is zero stays zero, divided by what is not.
-    ridge = jnp.eye(rank) * (_RIDGE * size / rank + jnp.finfo(jnp.float32).tiny)
-    squares = squares + ridge
-    found = jnp.zeros((squares.shape[0], rank, 0))
+    least = _RIDGE * size / rank + jnp.finfo(jnp.float32).tiny
+    unit = jnp.eye(rank, dtype=squares.dtype)
+    squares = squares + unit * least
+    found = jnp.zeros((squares.shape[0], rank, 0), squares.dtype)
     for number in range(rank):
         along = _product(found.swapaxes(1, 2), squares[:, :, number : number + 1])
-        column = jnp.eye(rank)[:, number : number + 1] - _product(found, along)
+        column = unit[:, number : number + 1] - _product(found, along)
         length = _product(column.swapaxes(1, 2), _product(squares, column))
+        # What is left of a column that depends on those before is no shorter but for rounding.
+        length = jnp.maximum(length, least)
         found = jnp.concatenate([found, column * lax.rsqrt(length)], 2)
     return found

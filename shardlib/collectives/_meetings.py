@@ -65,12 +65,11 @@ class Meeting(Exchange):
             raise check.refusal(name, "axis", self.axis, takes)
         every = check.whole(name, "every", self.every, "a number of steps", least=1)
         check.assign(self, every=every)
-        self._check_fragments(name)
-        if self.exchange is None:
-            return
         takes = 'an exchange that sends less, such as `sl.collectives.Quantised("pod")`, or None'
-        check.kind(name, "exchange", self.exchange, Compressed | PowerSGD | TopK, takes)
-        if set(self.exchange.axes) != set(self.axes):
+        if self.exchange is not None:
+            check.kind(name, "exchange", self.exchange, Compressed | PowerSGD | TopK, takes)
+        self._check_fragments(name)
+        if self.exchange is not None and set(self.exchange.axes) != set(self.axes):
             raise ValueError(
                 f"`{name}(axis={self.axis!r}, exchange={self.exchange})`: workers are apart along "
                 f"{self.axes}, and their moves would be averaged over {self.exchange.axes}. Name "
@@ -90,10 +89,10 @@ class Meeting(Exchange):
             )
         if fragments > 1 and self.exchange is not None and self.exchange.keeps_errors:
             raise ValueError(
-                f"`{name}(fragments={fragments}, exchange={self.exchange})`: what codes leave out "
-                "is kept for whole parameters, and a part of one would be owed what another part "
-                "left. Send without feedback, `Quantised(..., feedback=False)`, or all at once, "
-                "`fragments=1`."
+                f"`{name}(fragments={fragments}, exchange={self.exchange})`: errors, and factors "
+                "of a low rank, are kept for whole parameters, and a part of one would be given "
+                "what another part left. Send codes without feedback, "
+                "`Quantised(..., feedback=False)`, or all at once, `fragments=1`."
             )
 
     @property

@@ -160,6 +160,31 @@ def slow_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(slow)
 
 
+def with_first(mesh: Mesh, axes: Sequence[str], first: Sequence[str]) -> Mesh:
+    """The same mesh with some of its `axes` before the others of these, if they are not yet.
+
+    Each device has the same place along every axis. Axes of one device do not count.
+
+    >>> mesh = make_mesh("data=4,pod=2")
+    >>> with_first(mesh, ["data", "pod"], ["pod"]).axis_names
+    ('pod', 'data')
+    """
+    several = [axis for axis in mesh.axis_names if axis in axes and mesh.shape[axis] > 1]
+    count = sum(axis in first for axis in several)
+    if all(axis in first for axis in several[:count]):
+        return mesh
+    leading = [axis for axis in mesh.axis_names if axis in first]
+    order = [*leading, *[axis for axis in mesh.axis_names if axis not in first]]
+    dims = [mesh.axis_names.index(axis) for axis in order]
+    return Mesh(mesh.devices.transpose(dims), tuple(order), axis_types=_types_of(mesh, order))
+
+
+def _types_of(mesh: Mesh, axes: Sequence[str]) -> Any:
+    """Whether each axis is automatic or explicit, in another order of the axes."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(types[axis] for axis in axes)
+
+
 def _check_once(sizes: Mapping[str, int], keywords: Mapping[str, int]) -> None:
     """Refuse an axis that is in the shape of a mesh and is a keyword too."""
     for name in keywords:

@@ -25,12 +25,12 @@ def delayed(
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer that moves parameters by the gradient of so many steps ago.
 
-    With a delay of one it is the rule of PipeDream-2BW (arXiv 2006.09503), and with the number of
-    workers less one that of a parameter server whose workers take turns, for the mean of a batch.
-    In the first `delay` steps nothing moves.
+    With a delay of one it is the rule of PipeDream-2BW (arXiv 2006.09503). With a longer one it is
+    a model of stale gradients, as workers send them to a parameter server. In the first `delay`
+    steps nothing moves.
 
-    - `optimizer`: any optax transformation. It sees the older gradient, beside the parameters of
-      the step.
+    - `optimizer`: any optax transformation. It is given the older gradient, and the parameters and
+      the loss of the step.
     - `delay`: after how many steps a gradient is used.
 
     Gradients that wait are kept in the state, sharded like their parameters, and in checkpoints. A
@@ -57,6 +57,8 @@ def delayed(
         updates: Any, state: DelayedState, params: Any = None, **extra: Any
     ) -> tuple[Any, DelayedState]:
         oldest, *others = state.waiting
+        if "grad" in extra:
+            extra["grad"] = oldest
         moves, after = inner.update(oldest, state.inner, params, **extra)
         # Before anything has come that is old enough, there is nothing to move by.
         is_there = state.steps >= delay

@@ -80,11 +80,11 @@ class Apart(optax.GradientTransformationExtraArgs):
             if meets(state):   message(state) --codes, exchange--> its mean --met()--> the same
 
     Before `update`, while `averages(state)`, gradients are averaged exactly, for a variance say.
-    Where all workers have the same parameters after such a step, `alike(state)`, there is nothing
-    to send, and as good as a meeting.
+    If all workers have the same parameters after such a step, as `alike(state)` says, that counts
+    as a meeting in which nothing had to be sent.
 
-    What decides in `meets` and `averages`, counts of steps, is the same for all workers. So a step
-    in which one worker's gradient is not finite changes nothing for any of them.
+    What `meets` and `averages` go by, such as counts of steps, must be the same for all workers. So
+    if one worker's gradient is not finite, the step is skipped by all, if it is skipped at all.
     """
 
     averages: Callable[[Any], jax.Array]

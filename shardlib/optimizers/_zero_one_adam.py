@@ -67,13 +67,12 @@ def zero_one_adam(
     - `freeze`: after how many steps, or what part of the run, the variance is frozen.
     - `kappa`: how often the variance sees a gradient before the interval between such gradients
       doubles; it begins with every step.
-    - `apart`: after how many steps, or what part of the run, the intervals between meetings begin
-      to grow. Until then workers meet in every step.
-    - `double`: after how many steps from there, or what part of the run, the interval doubles, and
-      after as many again.
+    - `apart`, `double`: workers meet in every step until `apart + double`, then in every second
+      one, after another `double` in every fourth, and so on. Each is a number of steps or a part of
+      the run.
     - `longest`: the longest interval between meetings, in steps.
     - `b1`, `b2`, `eps`, `weight_decay`, `mask`: those of `optax.adamw`; without weight decay unless
-      some is given.
+      some is given. A mask that is a function may not depend on sizes: it is given shards too.
     - `steps`: the length of the run, of which the others may be parts. `sl.fit` says it.
 
     It goes with `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Workers have
@@ -257,13 +256,18 @@ class _ZeroOneAdam:
             stayed = x * state.decay if decays else x
             return (stayed - u / self._root(nu, state.seen)).astype(x.dtype)
 
+        def averaged_momentum(u: jax.Array, mu: jax.Array) -> jax.Array:
+            # With rates of zero nothing has moved, and momenta stay as they are.
+            rates = jnp.where(state.rates == 0, 1, state.rates)
+            return jnp.where(state.rates == 0, mu, u / rates).astype(mu.dtype)
+
         params = jax.tree.map(moved, center, mean, state.nu, self._decays(center))
         after = state._replace(
             next_meeting=state.steps + self._interval(state.steps),
             apart=jnp.zeros((), bool),
             rates=jnp.zeros(()),
             decay=jnp.ones(()),
-            mu=jax.tree.map(lambda u, mu: (u / state.rates).astype(mu.dtype), mean, state.mu),
+            mu=jax.tree.map(averaged_momentum, mean, state.mu),
             u=jax.tree.map(jnp.zeros_like, state.u),
         )
         return params, after
@@ -320,8 +324,11 @@ class _ZeroOneAdam:
         if callable(mask):
             mask = mask(params)
         if mask is None:
-            return jax.tree.map(lambda _: True, params)
-        return mask
+            mask = True
+        # A mask may be a prefix of the tree, and has leaves for frozen parameters too.
+        return jax.tree.map(
+            lambda decays, of_it: jax.tree.map(lambda _: decays, of_it), mask, params
+        )
 
     def _next_seen(self, state: ZeroOneAdamState, seen: jax.Array, moments: _Moments) -> jax.Array:
         """The number of the step whose gradient the variance sees after this one."""

@@ -52,6 +52,12 @@ class BreakEven:
 
     def __str__(self) -> str:
         where = "whatever the network"
+        if self.bandwidth == 0:
+            return (
+                f"{1e3 * self.compute_seconds:.1f} ms to compute; exchanged in "
+                f"{1e3 * self.exact_seconds:.1f} ms exactly, {1e3 * self.compressed_seconds:.1f} "
+                "ms so: it sends more than an exact sum, and is faster on no network"
+            )
         if not math.isinf(self.bandwidth):
             where = f"below {human_bytes(round(self.bandwidth))}/s"
         return (
@@ -122,7 +128,9 @@ def break_even(
     packing_seconds = cost.packed / every / memory_bandwidth
     # At this bandwidth, what is saved on the wire is what packing costs.
     equal_at = math.inf
-    if packing_seconds:
+    if cost.sent / every >= exact_bytes and not isinstance(exchange, Exact):
+        equal_at = 0.0
+    elif packing_seconds:
         equal_at = (exact_bytes - cost.sent / every) / packing_seconds
     portions = exchange.fragments if isinstance(exchange, Meeting) else 1
     return BreakEven(

@@ -7,7 +7,8 @@ if a meeting is due.
     ]
 
 Within the worker everything is as without other workers: ZeRO, clipping, and whatever an optimizer
-reduces over. Only scalars are exchanged in every step, for the metrics.
+reduces over. In every step workers exchange their metrics, and nothing else unless the optimizer
+asks for averaged gradients.
 """
 
 from collections.abc import Callable

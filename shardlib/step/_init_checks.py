@@ -60,10 +60,12 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
         too_small = ""
         if isinstance(by, PowerSGD):
             too_small = f", or has no matrix of which factors of rank {by.rank} would be smaller"
+        instead = "Use `sl.Exact()`."
+        if exchange.apart:
+            instead = "Leave out the `exchange` of the meeting, which then is exact."
         raise ValueError(
             f"`Strategy(exchange={exchange})` takes the gradient of no parameter: each is exact by "
-            f"a pattern, or split over {', '.join(map(repr, exchange.axes))}{too_small}. Use "
-            "`sl.Exact()`."
+            f"a pattern, or split over {', '.join(map(repr, exchange.axes))}{too_small}. {instead}"
         )
     for path in exchanged:
         # Codes are signs or levels of real numbers; a complex sign has infinitely many values.
@@ -101,6 +103,13 @@ def check_sender(optimizer: Any, strategy: Strategy) -> None:
             "state, on the device, so that all of it would be copied there in every step. Leave "
             "`offload` out, or use an optimizer of averaged gradients, `optax.adamw`."
         )
+    if strategy.exchange.axes and not isinstance(strategy.exchange, Compressed):
+        # Its messages say where they are always zero, which factors and places do not keep so.
+        raise ValueError(
+            "The optimizer says itself what workers send, and where that is always zero, and "
+            f"`Strategy(exchange={strategy.exchange})` does not keep it so. Use an exchange that "
+            "sends codes, `exchange=sl.collectives.OneBit(axis=...)`, or another optimizer."
+        )
     if not strategy.exchange.axes:
         raise ValueError(
             "The optimizer makes what it sends of each worker's own gradient, and "
@@ -109,12 +118,6 @@ def check_sender(optimizer: Any, strategy: Strategy) -> None:
             "averaged gradients `optax.adamw`."
         )
     if isinstance(optimizer, Apart):
-        if not isinstance(strategy.exchange, Compressed):
-            raise ValueError(
-                "The optimizer has workers send codes now and then, and "
-                f"`Strategy(exchange={strategy.exchange})` sends none. Use one that does, "
-                "`exchange=sl.collectives.OneBit(axis=...)`."
-            )
         check_apart(strategy, axes_within(strategy.data_axes, strategy.exchange.axes))
     # A norm can be computed of workers' own gradients; what a transformation needs is unknown.
     if isinstance(strategy.clip, optax.GradientTransformation):

@@ -120,10 +120,13 @@ def averaged_if_asked(
     def on_shards(gradient: Gradient, asked: jax.Array) -> Gradient:
         def averaged(gradient: Gradient) -> Gradient:
             with jax.named_scope(EXCHANGE):
-                values, _ = means(described.leaves(gradient.values), {})
+                own = described.leaves(gradient.values)
+                values, _ = means([wide(value) for value in own], {})
+            values = [value.astype(mine.dtype) for value, mine in zip(values, own, strict=True)]
             measured = local.measured(values, gradient.errors)
             # The worker's own gradient tells which of the parameters is to blame.
-            return measured._replace(values=described.tree(values), finite=gradient.finite)
+            finite = measured.finite & gradient.finite
+            return measured._replace(values=described.tree(values), finite=finite)
 
         gradient = lax.cond(asked, averaged, lambda gradient: gradient, gradient)
         all_finite = lax.pmin(jnp.all(gradient.finite).astype(jnp.int32), layout.apart) == 1

@@ -28,7 +28,7 @@ from shardlib.step._layer_order import Mover, reordered, stacked_dim
 from shardlib.step._saved_workers import like_saved_workers, with_these_workers
 from shardlib.step._state import Layout, State
 from shardlib.step._strategy import Strategy
-from shardlib.step._workers import spread
+from shardlib.step._workers import spread, workers_in
 
 
 def saved(state: State) -> State:
@@ -53,10 +53,20 @@ def saved_like(state: State, shapes: Mapping[str, tuple[int, ...]]) -> State:
     The result is what `from_saved` takes. A checkpoint of a run without compression has no errors,
     and one of another number of workers has more or fewer of them.
     """
+    had_workers, has_workers = workers_in(shapes) is not None, state.workers is not None
+    has_errors = any(path.startswith("errors/") for path in shapes)
+    if has_errors and had_workers != has_workers:
+        raise ValueError(
+            "The checkpoint has what codes have left out of "
+            f"{'moves of workers' if had_workers else 'gradients'}, and in the state there would "
+            f"be what they leave out of {'moves of workers' if has_workers else 'gradients'}: one "
+            "is not owed to the other. Restore it under its own exchange, and go on from its "
+            "parameters, `state.with_weights`."
+        )
     state = like_saved_workers(state, shapes)
     if not state.errors:
         return state
-    if not any(path.startswith("errors/") for path in shapes):
+    if not has_errors:
         return state.replaced(errors={})
     strategy = state.layout.strategy
     errors: ErrorsByPath = {}
@@ -83,7 +93,8 @@ def from_saved(state: State, like: State) -> State:
 
     If there were other workers then, or no compression, it is a state that owes as much.
     """
-    state = with_these_workers(reordered(state, natural=False), like)
+    # The mean of workers is in the model's order, as all that is saved.
+    state = reordered(with_these_workers(state, like), natural=False)
     if not like.errors:
         return state
     if not state.errors:

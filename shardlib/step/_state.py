@@ -189,9 +189,10 @@ class State:
     `params` are the parameters that the optimizer moves, `frozen` those that stay as they are;
     where one tree has a leaf, the other has None. `errors` is what a compressed exchange has left
     over, by the paths of parameters, each device's own along dim 0; a checkpoint has it by worker
-    and in the parameter's shape. `workers` is what workers have of their own where an exchange
-    keeps them apart, see `Workers`; then `params` are those on which they met last, and `opt_state`
-    and `rest` are empty. `rest` is whatever else the model carries, `streams` the random
+    and in the parameter's shape. `workers` is what workers have of their own, where an
+    exchange or an optimizer keeps them apart, see `Workers`; then `params` are those on which they
+    met last, and `opt_state` and `rest` are empty. `rest` is whatever else the model carries,
+    `streams` the random
     streams inside it, `key` the key from which each step derives its randomness. `nonfinite` counts
     the steps whose gradient was not finite.
     """
@@ -227,7 +228,8 @@ class State:
 
         `weights` is a tree of parameters as `model` has it, of arrays on the host or anywhere.
         Assigning to `params` is not the same: under some pipelines layers lie there in another
-        order than the model's.
+        order than the model's. Where workers have parameters of their own, all are given these;
+        what their optimizers have gathered stays, so do it right after a meeting.
         """
         parameters = combine(self.params, self.frozen)
         _check_weights(dict(named_leaves(weights)), dict(named_leaves(parameters)))
@@ -249,11 +251,10 @@ class State:
         state = self.replaced(params=params, frozen=new_values(self.frozen))
         if self.workers is None:
             return state
-        own = jax.tree.map(lambda x: x.sharding, self.workers.params)
-        workers = self.workers._replace(
-            params=jax.device_put(repeated(params, self.layout.workers), own)
-        )
-        return state.replaced(workers=workers)
+        shardings = jax.tree.map(lambda x: x.sharding, self.workers.params)
+        count = self.layout.workers
+        own = jax.jit(lambda params: repeated(params, count), out_shardings=shardings)(params)
+        return state.replaced(workers=self.workers._replace(params=own))
 
     def replaced(self, **changes: Any) -> "State":
         """The same with some of its fields changed."""
@@ -281,10 +282,14 @@ def _check_weights(given: dict[str, Any], parameters: dict[str, Any]) -> None:
 def together(state: State) -> State:
     """The state with the mean over workers, where they have parameters of their own.
 
-    Its parameters, the optimizer's state and the model's other state are those of no worker.
+    Its parameters and the model's other state are those of no worker. There is no mean of the
+    optimizer's state, which an evaluation does not read.
     """
     if state.workers is None:
         return state
+    own = state.workers.params, state.workers.rest
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(own)):
+        return shapes_together(state).replaced(opt_state=())
     specs: Any = state_specs(state).workers
     mesh = state.layout.strategy.device_mesh
 
@@ -292,10 +297,9 @@ def together(state: State) -> State:
         # Without the dim of workers, over which a mean is the same.
         return NamedSharding(mesh, PartitionSpec(*spec[1:]))
 
-    shardings = jax.tree.map(sharding, specs.own)
-    mean = jax.jit(mean_of_workers, out_shardings=shardings)
-    params, opt_state, rest = mean(state.workers.own)
-    return state.replaced(params=params, opt_state=opt_state, rest=rest, workers=None)
+    shardings = jax.tree.map(sharding, (specs.params, specs.rest))
+    params, rest = jax.jit(mean_of_workers, out_shardings=shardings)(own)
+    return state.replaced(params=params, opt_state=(), rest=rest, workers=None)
 
 
 def shapes_together(state: State) -> State:

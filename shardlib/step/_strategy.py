@@ -34,7 +34,7 @@ from shardlib.layouts._rules import (
     rules_without,
 )
 from shardlib.layouts._specs import as_tuple, axes_within, axes_without
-from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes
+from shardlib.machine._mesh import make_mesh, parse_axes, slow_axes, with_first
 from shardlib.machine._portable_mesh import PortableMesh
 from shardlib.pipeline.schedules._schedule import Schedule
 from shardlib.step._exchange_checks import check_apart, check_exchange
@@ -279,10 +279,16 @@ class Strategy:
 
     @cached_property
     def device_mesh(self) -> Mesh:
-        """The mesh, of real devices or of those that a program is compiled for."""
-        if isinstance(self.mesh, str):
-            return make_mesh(self.mesh, dcn=self.dcn)
-        return self.mesh
+        """The mesh, of real devices or of those that a program is compiled for.
+
+        Axes of an exchange come before other axes of data: each device has the same place on them.
+        """
+        mesh = self.mesh
+        if isinstance(mesh, str):
+            mesh = make_mesh(mesh, dcn=self.dcn)
+        # Compilers take a region that is manual over the other axes, within one that is manual over
+        # those of workers, only in this order of the mesh.
+        return with_first(mesh, self.data_axes, self.exchange.axes)
 
     @cached_property
     def data_axes(self) -> tuple[str, ...]:
@@ -314,13 +320,18 @@ class Strategy:
         It is the same strategy on the same mesh, as it is where the axes of the workers are manual
         already: nothing is split over these, and gradients are summed within the worker.
         """
+        zero = self.sharding
+        if zero.stage:
+            # In words that mean the same where fewer axes are left.
+            zero = replace(zero, axes=self.zero_axes)
         return replace(
             self,
             mesh=self.device_mesh,
             dcn="",
             rules=rules_without(self.rules, apart),
+            zero=zero,
             exchange=self.exchange.within,
-            manual=axes_without(self.data_axes, apart),
+            manual=None if self.manual is None else axes_without(self.manual, apart),
         )
 
     @cached_property

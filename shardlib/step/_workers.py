@@ -1,7 +1,8 @@
 """What each worker has of its own, where workers train apart, and what they have together.
 
-Along the axes that an exchange keeps apart (`LocalSGD`, `DiLoCo`), each worker has its own
-parameters, state of the optimizer, and other state of the model. In a `State` these are arrays with
+Along the axes that an exchange keeps apart (`LocalSGD`, `DiLoCo`), or those of the exchange under
+an optimizer that lets workers differ (0/1 Adam), each worker has its own parameters, state of the
+optimizer, and other state of the model. In a `State` these are arrays with
 a dim of workers in front, split over those axes:
 
     state.params                 the center: the parameters on which workers met last
@@ -109,6 +110,7 @@ def workers_in(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     `shapes` are those of its arrays, by path.
     """
     for path, shape in shapes.items():
-        if path.startswith("workers/params/"):
+        # A model of one array has no path within its parameters.
+        if path == "workers/params" or path.startswith("workers/params/"):
             return shape[0]
     return None
