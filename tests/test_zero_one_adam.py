@@ -204,6 +204,30 @@ def test_steps_that_are_averaged_clip_the_mean():
         np.testing.assert_allclose(state.params[path], expected.params[path], atol=1e-5)
 
 
+def test_steps_of_ones_own_clip_at_what_noise_of_that_many_workers_has():
+    clip = 0.05
+    exchange = OneBit("pod", exact=EXACT)
+    strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=exchange, clip=clip)
+    optimizer = adam()
+    # The gradient of the next step is not averaged, and workers meet after it.
+    state, _ = run(strategy, 3, optimizer=optimizer)
+    params, before = jax.device_get((state.params, state.workers.opt_state.mu))
+    momenta = []
+    for worker, examples in enumerate(halves(batch(3), 2)):
+        gradient = jax.device_get(gradient_of(params, examples))
+        norm = float(optax.tree.norm(gradient))
+        assert norm > clip * np.sqrt(2)
+        scale = clip * np.sqrt(2) / norm
+        own = {n: (1 - B1) * scale * g + B1 * before[n][worker] for n, g in gradient.items()}
+        momenta.append(own)
+    state, metrics = run(strategy, 1, state)
+    assert metrics[0]["met"]
+    for path in ("up", "down"):
+        expected = (momenta[0][path] + momenta[1][path]) / 2
+        found = np.asarray(state.workers.opt_state.mu[path])[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
+
+
 def test_if_one_worker_is_not_finite_all_skip():
     strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"))
     state, _ = run(strategy, 3)

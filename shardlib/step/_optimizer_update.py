@@ -6,6 +6,7 @@ it.
 """
 
 import inspect
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -33,13 +34,34 @@ class Update(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
+class Averaged(NamedTuple):
+    """What a step knows of gradients that an optimizer has averaged now and then.
+
+    Attributes:
+        in_this_step: whether they are in this step.
+        workers: how many workers there are.
+    """
+
+    in_this_step: jax.Array
+    workers: int
+
+    def limit(self, clip: float) -> jax.Array:
+        """The norm above which a gradient is clipped, for a limit of that of the mean.
+
+        A worker's own gradient is larger: if all of it is noise, by the root of the number of
+        workers. What is above that is clipped. To clip all as the mean is would leave the momentum
+        of workers shorter than the variance of means says.
+        """
+        return jnp.where(self.in_this_step, clip, clip * math.sqrt(self.workers))
+
+
 def update_of(
     state: State,
     gradient: Gradient,
     trained: Any,
     loss: jax.Array,
     strategy: Strategy,
-    averaged: jax.Array | None = None,
+    averaged: Averaged | None = None,
 ) -> Update:
     """Clip a gradient and let the optimizer move the parameters.
 
@@ -50,8 +72,8 @@ def update_of(
         trained: a `StepParameter` for each trained parameter.
         loss: the loss of the whole batch, for optimizers that ask for it.
         strategy: the strategy of the step.
-        averaged: whether the gradient is the mean of workers that have parameters of their own;
-            None if the optimizer does not ask.
+        averaged: whether the gradient is the mean of workers that have parameters of their own, if
+            the optimizer asks for such means.
     """
     optimizer = state.layout.optimizer
     norm, all_finite = jnp.sqrt(gradient.square), jnp.all(gradient.finite)
@@ -66,13 +88,16 @@ def update_of(
             lambda parameter: bool(strategy.exchange.over(parameter.exchanged)), trained
         )
         metrics["compressed"] = optimizer.sends(state.opt_state)
+    limit: Any = strategy.clip
     if averaged is not None:
-        extra["averaged"] = averaged
+        extra["averaged"] = averaged.in_this_step
+        if isinstance(limit, float):
+            limit = averaged.limit(limit)
 
     def moved(params: Any, opt_state: Any, values: Any, scalars: Any) -> tuple[Any, Any, Any]:
         norm, all_finite, loss = scalars
         values = jax.tree.map(lambda g, p: g.astype(p.dtype), values, params)
-        values = _clipped(values, norm, params, strategy, extra, metrics)
+        values = _clipped(values, norm, params, limit, extra, metrics)
         updates, new_state = _updated(optimizer, values, opt_state, params, loss, extra)
         # The sum has the dtype of the parameters, whatever that of the updates is.
         new_params = optax.apply_updates(params, updates)
@@ -131,26 +156,26 @@ def _clipped(
     values: Any,
     norm: jax.Array,
     params: Any,
-    strategy: Strategy,
+    limit: Any,
     extra: dict[str, Any],
     metrics: dict[str, jax.Array],
 ) -> Any:
-    """A gradient clipped as the strategy says: by a transformation, by the global norm, or not.
+    """A gradient clipped by a transformation, by the global norm, or not at all.
 
     Args:
         values: the gradient.
         norm: the global norm of it.
         params: the parameters, for a transformation that looks at them.
-        strategy: the strategy of the step.
+        limit: the largest norm, or the transformation; None for neither.
         extra: what a `Local` optimizer is told, `sent` among it.
         metrics: the metrics so far, with `compressed` for such an optimizer.
     """
-    if isinstance(strategy.clip, optax.GradientTransformation):
-        return _clipped_by(strategy.clip, values, params)
-    if strategy.clip is None:
+    if isinstance(limit, optax.GradientTransformation):
+        return _clipped_by(limit, values, params)
+    if limit is None:
         return values
     # One if the norm is small enough, and finite for a norm of zero.
-    scale = strategy.clip / jnp.maximum(norm, strategy.clip)
+    scale = limit / jnp.maximum(norm, limit)
     return _scaled(values, scale, extra.get("sent"), metrics.get("compressed"))
 
 

@@ -41,7 +41,7 @@ from shardlib.step._exchange import Sender
 from shardlib.step._gradient import GradientFunction, GradientInputs, Metrics
 from shardlib.step._loss import LossFunction, check_arguments
 from shardlib.step._meeting import averaged_if_asked
-from shardlib.step._optimizer_update import update_of
+from shardlib.step._optimizer_update import Averaged, update_of
 from shardlib.step._pipelined import Programs
 from shardlib.step._remat_budget import FittedRemat, fit_remat, host_room, loops_of
 from shardlib.step._scopes import OPTIMIZER
@@ -291,7 +291,8 @@ class Step:
         averaged = None
         if isinstance(layout.optimizer, Apart):
             assert of_all is not None
-            averaged, gradient = averaged_if_asked(of_all, state, gradient)
+            asked, gradient = averaged_if_asked(of_all, state, gradient)
+            averaged = Averaged(asked, of_all.workers)
         # Only now are the names known that annotations of the loss have used.
         check_experts(layout, strategy, self._used.names)
 
