@@ -57,7 +57,9 @@ def check_layout(layout: Layout, strategy: Strategy) -> None:
     if layout.optimizer is None:
         raise ValueError("The state has no optimizer: `sl.init(make_model, optimizer, strategy)`.")
     made_for = layout.strategy
-    same_mesh = made_for.device_mesh == strategy.device_mesh
+    # Of one mesh, another exchange may put other axes first: that is told below.
+    same_fields = (made_for.mesh, made_for.dcn) == (strategy.mesh, strategy.dcn)
+    same_mesh = same_fields or made_for.device_mesh == strategy.device_mesh
     if not same_mesh or made_for.rules != strategy.rules:
         raise ValueError(
             f"The state was made for {made_for}; the step is for {strategy}. Use one strategy."
