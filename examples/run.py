@@ -593,7 +593,9 @@ def _exchange(text: str) -> sl.Exchange:
     axis = tuple(axes.split(",")) if "," in axes else axes
     if name in made:
         return made[name](axis)
-    return numbered[name](axis, int(number))
+    if name == "powersgd":
+        return sl.collectives.PowerSGD(axis, rank=int(number))
+    return numbered[name](axis, every=int(number))
 
 
 def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

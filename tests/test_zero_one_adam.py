@@ -228,6 +228,19 @@ def test_steps_of_ones_own_clip_at_what_noise_of_that_many_workers_has():
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
 
 
+def test_a_limit_that_is_a_whole_number_is_that_of_the_mean_too():
+    def after_four_steps(clip):
+        strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"), clip=clip)
+        state = sl.init(make, adam(), strategy)
+        step = sl.train_step(lambda *arguments: 100 * loss(*arguments), strategy)
+        for number in range(4):
+            state, metrics = step(state, batch(number))
+            assert metrics["grad_norm"] > 2
+        return jax.device_get(state.workers)
+
+    chex.assert_trees_all_equal(after_four_steps(1), after_four_steps(1.0))
+
+
 def test_if_one_worker_is_not_finite_all_skip():
     strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"))
     state, _ = run(strategy, 3)

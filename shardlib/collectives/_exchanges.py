@@ -1,7 +1,7 @@
-"""Exchanges that send codes: one bit for each number, or integers of eight or four bits.
+"""Exchanges that leave something out of what they send, and those of them that send codes.
 
-Both average by `pmean`, and differ in nothing but their codec and their defaults. What they share
-is `Compressed`, which asks each for its codec.
+`Lossy` is what all of them share. `OneBit` and `Quantised` average by `pmean`, and differ in
+nothing but their codec and their defaults: what these two share is `Compressed`.
 """
 
 import math
@@ -25,13 +25,13 @@ ROUTER_BIAS = "(.*/)?router_bias"
 
 
 @dataclass(frozen=True)
-class Compressed(Exchange):
-    """What `OneBit` and `Quantised` share: gradients averaged by `pmean`, all together.
+class Lossy(Exchange):
+    """What exchanges share that leave something out of what they send.
 
     - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
       Workers are then not devices but pods, say.
-    - `feedback`: what compression takes from a gradient is added to the next, once where it is sent
-      and once where it is averaged. It is kept in the state, `State.errors`, and in checkpoints.
+    - `feedback`: what is left out of a gradient is added to the next. It is kept in the state,
+      `State.errors`, and in checkpoints.
     - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these
       axes too.
     """
@@ -41,15 +41,9 @@ class Compressed(Exchange):
     exact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not are_axes(self.axis):
-            raise check.refusal(
-                self._name, "axis", self.axis, 'an axis of the mesh, `"pod"`, or several: a tuple'
-            )
+        check_axis(self._name, self.axis)
         check.assign(self, feedback=check.boolean(self._name, "feedback", self.feedback))
         check.patterns(self._name, "exact", self.exact)
-        # The codec checks its own options when it is made.
-        # Wrong options are refused here, and not when a step is traced.
-        self.codec  # noqa: B018
 
     @property
     def _name(self) -> str:
@@ -57,13 +51,8 @@ class Compressed(Exchange):
         return type(self).__name__
 
     @property
-    def codec(self) -> Codec:
-        """What turns numbers into bytes and back; each exchange has its own."""
-        raise NotImplementedError
-
-    @property
     def keeps_errors(self) -> bool:
-        """Whether it keeps what compression left out of a gradient: with `feedback`."""
+        """Whether it keeps what it has left out of a gradient: with `feedback`."""
         return self.feedback
 
     @property
@@ -71,15 +60,41 @@ class Compressed(Exchange):
         """The axes of the workers, as a tuple."""
         return as_tuple(self.axis)
 
-    def over(self, parameter: Parameter) -> tuple[str, ...]:
-        """The axes over which a parameter's gradient is sent as codes.
+    @property
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        """The patterns of paths that it was given, by the argument."""
+        return {"exact": self.exact}
 
-        There are none for a parameter whose path is one of the exact ones, as a router's bias is.
-        """
-        for pattern in (*self.exact, ROUTER_BIAS):
-            if re.fullmatch(pattern, parameter.path):
-                return ()
+    def is_exact(self, parameter: Parameter) -> bool:
+        """Whether a parameter's path is one of the exact ones, as a router's bias is."""
+        patterns = (*self.exact, ROUTER_BIAS)
+        return any(re.fullmatch(pattern, parameter.path) for pattern in patterns)
+
+    def over(self, parameter: Parameter) -> tuple[str, ...]:
+        """The axes over which something is left out of a parameter's gradient; none if exact."""
+        if self.is_exact(parameter):
+            return ()
         return averaged_axes(self.axes, parameter)
+
+
+@dataclass(frozen=True)
+class Compressed(Lossy):
+    """What `OneBit` and `Quantised` share: gradients averaged by `pmean`, all together.
+
+    What compression takes from a gradient is added to the next twice, once where it is sent and
+    once where it is averaged.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The codec checks its own options when it is made.
+        # Wrong options are refused here, and not when a step is traced.
+        self.codec  # noqa: B018
+
+    @property
+    def codec(self) -> Codec:
+        """What turns numbers into bytes and back; each exchange has its own."""
+        raise NotImplementedError
 
     def first_errors(self, parameter: Parameter, sizes: Mapping[str, int]) -> Errors:
         """What a device has left over of a parameter before the first step: zeros."""
@@ -138,7 +153,13 @@ class Compressed(Exchange):
         return groups
 
 
-def are_axes(axis: Any) -> bool:
+def check_axis(name: str, axis: Any) -> None:
+    """Refuse what is neither an axis nor a tuple of several, on behalf of an exchange of a name."""
+    if not _are_axes(axis):
+        raise check.refusal(name, "axis", axis, 'an axis of the mesh, `"pod"`, or several: a tuple')
+
+
+def _are_axes(axis: Any) -> bool:
     """Whether an argument is the name of an axis, or a tuple of different ones."""
     if isinstance(axis, str):
         return True

@@ -9,7 +9,6 @@ number of elements.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,17 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import _arguments as check
-from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, averaged_axes
-from shardlib.collectives._exchanges import ROUTER_BIAS, are_axes
+from shardlib.collectives._exact import ExchangeInputs, Parameter
+from shardlib.collectives._exchanges import Lossy
 from shardlib.collectives._feedback import Feedback, local_shape, of_one_worker, zeros
-from shardlib.layouts._specs import as_tuple
 
 # Places are counted in 32 bits, within a device's shard.
 _MOST_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class TopK(Exchange):
+class TopK(Lossy):
     """The largest elements of each gradient, with all others added to the next gradient.
 
     - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
@@ -48,36 +46,12 @@ class TopK(Exchange):
     ('pod',)
     """
 
-    axis: str | tuple[str, ...]
     part: float = 0.01
-    feedback: bool = True
-    exact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not are_axes(self.axis):
-            takes = 'an axis of the mesh, `"pod"`, or several: a tuple'
-            raise check.refusal("TopK", "axis", self.axis, takes)
+        super().__post_init__()
         part = check.number("TopK", "part", self.part, "a part of the elements", above=0, below=1)
         check.assign(self, part=part)
-        check.assign(self, feedback=check.boolean("TopK", "feedback", self.feedback))
-        check.patterns("TopK", "exact", self.exact)
-
-    @property
-    def keeps_errors(self) -> bool:
-        """Whether it keeps what it has not sent of a gradient: with `feedback`."""
-        return self.feedback
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes of the workers, as a tuple."""
-        return as_tuple(self.axis)
-
-    def over(self, parameter: Parameter) -> tuple[str, ...]:
-        """The axes over which a parameter's largest elements are sent; none if it is exact."""
-        for pattern in (*self.exact, ROUTER_BIAS):
-            if re.fullmatch(pattern, parameter.path):
-                return ()
-        return averaged_axes(self.axes, parameter)
 
     def count(self, elements: int) -> int:
         """How many of so many elements are sent."""

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import _arguments as check
-from shardlib.collectives._exact import Exchange, ExchangeInputs, Parameter, averaged_axes
-from shardlib.collectives._exchanges import ROUTER_BIAS, are_axes
+from shardlib.collectives._exact import ExchangeInputs, Parameter, averaged_axes
+from shardlib.collectives._exchanges import Lossy
 from shardlib.collectives._feedback import (
     Feedback,
     Matrix,
@@ -37,7 +37,7 @@ from shardlib.collectives._feedback import (
     zeros,
 )
 from shardlib.collectives._worker_sums import WorkerAxes, other_axes, summed_over_workers
-from shardlib.layouts._specs import as_tuple, spec_axes
+from shardlib.layouts._specs import spec_axes
 from shardlib.modeling._random import scrambled
 
 # By what part of their squares columns are made longer before they are made orthogonal, so that
@@ -48,7 +48,7 @@ _PASSES = 2
 
 
 @dataclass(frozen=True)
-class PowerSGD(Exchange):
+class PowerSGD(Lossy):
     """Matrices as products of factors of a low rank, with what they leave out sent later.
 
     It goes in front of any optimizer.
@@ -70,21 +70,14 @@ class PowerSGD(Exchange):
     (('pod',), ())
     """
 
-    axis: str | tuple[str, ...]
     rank: int = 4
     ranks: tuple[tuple[str, int], ...] = ()
-    feedback: bool = True
-    exact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not are_axes(self.axis):
-            takes = 'an axis of the mesh, `"pod"`, or several: a tuple'
-            raise check.refusal("PowerSGD", "axis", self.axis, takes)
+        super().__post_init__()
         takes = "a number of columns"
         rank = check.whole("PowerSGD", "rank", self.rank, takes, least=1)
         check.assign(self, rank=rank)
-        check.assign(self, feedback=check.boolean("PowerSGD", "feedback", self.feedback))
-        check.patterns("PowerSGD", "exact", self.exact)
         pairs = 'a tuple of pairs of a pattern and a rank: `((".*/kernel", 8),)`'
         check.kind("PowerSGD", "ranks", self.ranks, tuple, pairs)
         for pair in self.ranks:
@@ -99,15 +92,14 @@ class PowerSGD(Exchange):
         return True
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes of the workers, as a tuple."""
-        return as_tuple(self.axis)
+    def patterns(self) -> dict[str, tuple[str, ...]]:
+        """The patterns of paths that it was given, by the argument."""
+        return {"exact": self.exact, "ranks": tuple(pattern for pattern, _ in self.ranks)}
 
     def rank_of(self, parameter: Parameter) -> int:
         """The rank of a parameter's factors; 0 if its gradient is summed exactly."""
-        for pattern in (*self.exact, ROUTER_BIAS):
-            if re.fullmatch(pattern, parameter.path):
-                return 0
+        if self.is_exact(parameter):
+            return 0
         matrix = matrix_of(parameter)
         rows = columns = 1
         if matrix is not None:

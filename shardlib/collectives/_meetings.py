@@ -20,9 +20,7 @@ import jax.numpy as jnp
 
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import Exact, Exchange, Parameter, averaged_axes
-from shardlib.collectives._exchanges import Compressed, are_axes
-from shardlib.collectives._largest import TopK
-from shardlib.collectives._low_rank import PowerSGD
+from shardlib.collectives._exchanges import Lossy, check_axis
 from shardlib.layouts._specs import as_tuple
 
 
@@ -60,14 +58,12 @@ class Meeting(Exchange):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if not are_axes(self.axis):
-            takes = 'an axis of the mesh, `"pod"`, or several: a tuple'
-            raise check.refusal(name, "axis", self.axis, takes)
+        check_axis(name, self.axis)
         every = check.whole(name, "every", self.every, "a number of steps", least=1)
         check.assign(self, every=every)
         takes = 'an exchange that sends less, such as `sl.collectives.Quantised("pod")`, or None'
         if self.exchange is not None:
-            check.kind(name, "exchange", self.exchange, Compressed | PowerSGD | TopK, takes)
+            check.kind(name, "exchange", self.exchange, Lossy, takes)
         self._check_fragments(name)
         if self.exchange is not None and set(self.exchange.axes) != set(self.axes):
             raise ValueError(

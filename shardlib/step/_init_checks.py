@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec
 from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.collectives._exact import Exact, Exchange
-from shardlib.collectives._exchanges import Compressed
-from shardlib.collectives._largest import TopK
+from shardlib.collectives._exchanges import Compressed, Lossy
 from shardlib.collectives._low_rank import PowerSGD
 from shardlib.collectives._zero_split import Split
 from shardlib.layouts._relate import Relation
@@ -48,8 +47,9 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
     # Workers that train apart may average all of their parameters exactly.
     if isinstance(by, Exact):
         return
-    for argument, patterns in _patterns_of(by).items():
-        check_patterns(argument, patterns, list(leaves))
+    if isinstance(by, Lossy):
+        for argument, patterns in by.patterns.items():
+            check_patterns(f"{argument}=...", patterns, list(leaves))
     # A parameter that is split over all the axes of the exchange has nobody to exchange it with.
     exchanged: list[str] = []
     for path, parameter in layout.parameters(params).items():
@@ -74,16 +74,6 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
                 f"`Strategy(exchange={exchange})` compresses real numbers, and `{path}` is "
                 f"{leaves[path].dtype}: have it summed exactly, `exact=({path!r},)`."
             )
-
-
-def _patterns_of(exchange: Exchange) -> dict[str, tuple[str, ...]]:
-    """The patterns of paths that an exchange was given, by the argument as errors spell it."""
-    patterns: dict[str, tuple[str, ...]] = {}
-    if isinstance(exchange, Compressed | PowerSGD | TopK):
-        patterns["exact=..."] = exchange.exact
-    if isinstance(exchange, PowerSGD):
-        patterns["ranks=..."] = tuple(pattern for pattern, _ in exchange.ranks)
-    return patterns
 
 
 def check_sender(optimizer: Any, strategy: Strategy) -> None:

@@ -91,7 +91,8 @@ def update_of(
     limit: Any = strategy.clip
     if averaged is not None:
         extra["averaged"] = averaged.in_this_step
-        if isinstance(limit, float):
+        # A transformation is refused beside such an optimizer.
+        if limit is not None:
             limit = averaged.limit(limit)
 
     def moved(params: Any, opt_state: Any, values: Any, scalars: Any) -> tuple[Any, Any, Any]:
