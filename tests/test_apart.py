@@ -16,6 +16,7 @@ from flax import nnx
 from machines import compile_for, mesh_on
 
 import shardlib as sl
+from models import gpt, moe
 from shardlib import testing
 from shardlib.collectives import DiLoCo, ElasticAveraging, LocalSGD, OneBit, PowerSGD, Quantised
 from shardlib.step._saved_errors import saved
@@ -633,3 +634,60 @@ def test_only_scalars_and_the_meeting_cross_between_workers(platform):
     # Both halves of the sum over two pods, of what each device of a pod has of the parameters.
     biggest = 4 * sum(sizes) / 4
     assert sum(crossing) - sum(scalars) <= 1.3 * biggest + 64
+
+
+GPT = gpt.GPTConfig(layers=2, width=16, heads=2, context=16, vocab=32, hidden=32)
+EXPERTS = moe.MoEConfig(layers=2, width=16, heads=2, context=16, vocab=32, hidden=32, experts=4)
+WITHIN = {
+    "precision": ("data=2,model=2", sl.rules.data | sl.rules.tensor, dict(precision="bf16")),
+    "recomputation": ("data=2,model=2", sl.rules.data | sl.rules.tensor, dict(remat="full")),
+    "a budget": ("data=2,model=2", sl.rules.data, dict(remat=sl.Remat.budget("1GiB"))),
+    "sequences": (
+        "data=2,seq=2",
+        sl.rules.data | sl.rules.context(axis="seq"),
+        dict(zero=split(3)),
+    ),
+    "fsdp": ("data=2,fsdp=2", sl.rules.fsdp, {}),
+    "experts": ("data=2,model=2", sl.rules.experts | sl.rules.tensor, dict(zero=split(1))),
+    "frozen": ("data=2,model=2", sl.rules.data, dict(frozen=("embedding",), clip=0.1)),
+}
+
+
+@pytest.mark.representative("sequences")
+@pytest.mark.long
+@pytest.mark.sentinel("experts", "fsdp")
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_worker_steps_as_a_run_alone(name):
+    """Two steps of each pod, and of a run on a mesh of one pod with the pod's examples."""
+    shape, rules, options = WITHIN[name]
+    config, model = (EXPERTS, moe) if name == "experts" else (GPT, gpt)
+    make_model = (
+        (lambda: moe.MoE(config, rngs=nnx.Rngs(0)))
+        if name == "experts"
+        else (lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
+    )
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 16, 17))
+
+    def two_steps(mesh, rules, examples, exchange):
+        strategy = sl.Strategy(mesh=mesh, rules=rules, exchange=exchange, **options)
+        state = sl.init(make_model, ADAM, strategy)
+        step, losses = sl.train_step(model.loss, strategy), []
+        for number in range(2):
+            state, metrics = step(state, {"tokens": jnp.asarray(examples[number])})
+            losses.append(float(metrics["loss"]))
+        return state, losses
+
+    pods = sl.AxisRules(batch=("pod", *rules.batch_axes))
+    apart, losses = two_steps(f"pod=2,{shape}", rules | pods, tokens, LocalSGD("pod", every=5))
+    one_pod = sl.make_mesh(shape, devices=jax.devices()[:4])
+    tolerance = 2e-2 if name == "precision" else 2e-4
+    of_each = []
+    for worker in range(2):
+        half = tokens[:, 8 * worker : 8 * (worker + 1)]
+        alone, found = two_steps(one_pod, rules, half, sl.Exact())
+        of_each.append(found)
+        for mine, expected in zip(
+            jax.tree.leaves(apart.workers.params), jax.tree.leaves(alone.params), strict=True
+        ):
+            np.testing.assert_allclose(mine[worker], expected, atol=tolerance)
+    np.testing.assert_allclose(losses, np.mean(of_each, 0), rtol=tolerance)
