@@ -1,4 +1,4 @@
-"""What is refused of arguments that optimizers share."""
+"""What optimizers of compressed exchanges refuse alike: of their arguments, and of their use."""
 
 from typing import Any
 
@@ -32,3 +32,31 @@ def check_mask(name: str, mask: Any) -> None:
     leaves = jax.tree.leaves(mask)
     if not leaves or not all(isinstance(leaf, bool) for leaf in leaves):
         raise check.refusal(name, "mask", mask, f"{takes}, or None")
+
+
+def check_length(name: str, steps: int | None, length: int) -> None:
+    """Refuse a run of another length than the optimizer was told.
+
+    Args:
+        name: the optimizer that an error speaks of.
+        steps: the length that it was told; None for none.
+        length: that of the run.
+    """
+    if steps is not None and steps != length:
+        raise ValueError(
+            f"`{name}(steps={steps})` says another length than the run has, which is {length} "
+            "steps: make them the same, or leave `steps` out where `sl.fit` says it."
+        )
+
+
+def needs_own_gradients(name: str, instead: str) -> ValueError:
+    """The error of an optimizer that was given gradients that are averaged already.
+
+    `instead` is what there is for these.
+    """
+    return ValueError(
+        f"`{name}` needs each worker's own gradient, and was given what is averaged already. Hand "
+        "it to `sl.init` as it is, not in `optax.chain` or another transformation, under "
+        "`Strategy(exchange=sl.collectives.OneBit(axis=...))`; clip by `Strategy(clip=...)`. For "
+        f"averaged gradients there is `{instead}`."
+    )

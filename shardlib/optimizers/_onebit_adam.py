@@ -22,7 +22,12 @@ import jax.numpy as jnp
 import optax
 
 from shardlib.checks import _arguments as check
-from shardlib.optimizers._hyperparameters import check_learning_rate, check_mask
+from shardlib.optimizers._hyperparameters import (
+    check_learning_rate,
+    check_length,
+    check_mask,
+    needs_own_gradients,
+)
 from shardlib.optimizers._local import Local
 from shardlib.optimizers._moments import TAKES, check_moment, step_of
 
@@ -184,12 +189,7 @@ class FrozenVariance:
     def _check_update(self, sent: Any) -> None:
         """Refuse a step that gives averaged gradients only, or one of a run of unknown length."""
         if sent is None:
-            raise ValueError(
-                f"`{self.name}` needs each worker's own gradient, and was given what is averaged "
-                "already. Hand it to `sl.init` as it is, not in `optax.chain` or another "
-                "transformation, under `Strategy(exchange=sl.collectives.OneBit(axis=...))`; clip "
-                f"by `Strategy(clip=...)`. For averaged gradients there is `{self.instead}`."
-            )
+            raise needs_own_gradients(self.name, self.instead)
         if self.freeze_step is None:
             raise ValueError(
                 f"`{self.name}(freeze={self.freeze})` is a part of the run, and a step by itself "
@@ -289,11 +289,7 @@ class FrozenVariance:
 
         That is itself, unless it freezes after a part of a run whose length it did not know.
         """
-        if self.steps is not None and self.steps != length:
-            raise ValueError(
-                f"`{self.name}(steps={self.steps})` says another length than the run has, which is "
-                f"{length} steps: make them the same, or leave `steps` out where `sl.fit` says it."
-            )
+        check_length(self.name, self.steps, length)
         _resolved(self.name, self.freeze, length)  # refuses a freeze beyond the end of the run
         if self.steps is not None or not isinstance(self.freeze, float):
             return self.local

@@ -24,7 +24,12 @@ import jax.numpy as jnp
 import optax
 
 from shardlib.checks import _arguments as check
-from shardlib.optimizers._hyperparameters import check_learning_rate, check_mask
+from shardlib.optimizers._hyperparameters import (
+    check_learning_rate,
+    check_length,
+    check_mask,
+    needs_own_gradients,
+)
 from shardlib.optimizers._local import Apart
 from shardlib.optimizers._moments import check_moment, step_of
 
@@ -274,11 +279,7 @@ class _ZeroOneAdam:
 
     def for_run(self, length: int) -> Apart:
         """The same optimizer for a run of so many steps."""
-        if self.steps is not None and self.steps != length:
-            raise ValueError(
-                f"`{_NAME}(steps={self.steps})` says another length than the run has, which is "
-                f"{length} steps: make them the same, or leave `steps` out where `sl.fit` says it."
-            )
+        check_length(_NAME, self.steps, length)
         made = replace(self, steps=length)
         made.moments  # noqa: B018 - refuses moments beyond the end of the run
         return self.optimizer if self.moments is not None else made.optimizer
@@ -286,12 +287,7 @@ class _ZeroOneAdam:
     def _checked_moments(self, averaged: Any) -> _Moments:
         """When what happens, for a step that is given what it needs."""
         if averaged is None:
-            raise ValueError(
-                f"`{_NAME}` needs each worker's own gradient, and was given what is averaged "
-                "already. Hand it to `sl.init` as it is, not in `optax.chain` or another "
-                "transformation, under `Strategy(exchange=sl.collectives.OneBit(axis=...))`; clip "
-                "by `Strategy(clip=...)`. For averaged gradients there is `optax.adamw`."
-            )
+            raise needs_own_gradients(_NAME, "optax.adamw")
         if self.moments is None:
             raise ValueError(
                 f"`{_NAME}(freeze={self.freeze}, apart={self.apart}, double={self.double})` has "
@@ -319,7 +315,7 @@ class _ZeroOneAdam:
         return self.learning_rate
 
     def _decays(self, params: Any) -> Any:
-        """Which parameters weights decay of, a tree of bools."""
+        """Which parameters decay, a tree of bools."""
         mask = self.mask
         if callable(mask):
             mask = mask(params)
