@@ -70,7 +70,7 @@ LAYERS = [
         "collectives",
         "_sums _codecs _compressed _compressed_shards _exact _exchanges _zero _zero_split _zero_shards",
     ),
-    ("collectives", "_worker_sums _feedback _low_rank _largest _fragments _meetings"),
+    ("collectives", "_worker_sums _feedback _low_rank _largest _fragments _meetings _server"),
     (
         "optimizers",
         "_stacked _delayed _local _moments _hyperparameters _onebit_adam _onebit_lamb _zero_one_adam",
@@ -105,7 +105,7 @@ LAYERS = [
     (
         "step",
         "_remat_budget _gradient _host_update _streamed_loops _streamed_update _optimizer_update _step_calls "
-        "_compiler_options _meeting _apart _step _evaluation",
+        "_compiler_options _meeting _apart _server _step _evaluation",
     ),
     ("train", "_contents _folder _checkpoint_failures _checkpoint_folders _checkpoint_reading"),
     ("train", "_checkpoint _nonfinite _sinks _speed _loop_options _run_steps _run _loop"),

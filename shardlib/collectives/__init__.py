@@ -1,5 +1,5 @@
 """What is sent between devices in fewer bytes, or less often: codecs, collectives around them,
-exchanges of gradients made of these, and workers that train apart and meet.
+exchanges of gradients made of these, workers that train apart and meet, and a server for them.
 """
 
 from shardlib.collectives._codecs import Codec as Codec
@@ -23,3 +23,4 @@ from shardlib.collectives._low_rank import PowerSGD as PowerSGD
 from shardlib.collectives._meetings import DiLoCo as DiLoCo
 from shardlib.collectives._meetings import ElasticAveraging as ElasticAveraging
 from shardlib.collectives._meetings import LocalSGD as LocalSGD
+from shardlib.collectives._server import ParameterServer as ParameterServer

@@ -82,6 +82,8 @@ def split_further(
     spec: PartitionSpec,
     names: Any = None,
     sequence_axes: tuple[str, ...] = (),
+    *,
+    only_whole: bool = True,
 ) -> Split:
     """Split a parameter over the axes of data too, along one of its dims.
 
@@ -101,6 +103,7 @@ def split_further(
         spec: its layout so far.
         names: the names of its dims, a tuple; anything else counts as no names.
         sequence_axes: those of `axes` that split sequences, and no batch.
+        only_whole: whether a dim that is split already is left as it is, even if no other divides.
 
     >>> spec = PartitionSpec(None, None, "model")
     >>> split_further(Zero(3), ["data"], {"data": 8, "model": 2}, (4, 1024, 4096), spec, ("layers",
@@ -127,6 +130,8 @@ def split_further(
     dims = _Dims(shape, spec, stacked, mesh_shape, looked_up, is_named=bool(dim_names))
     of_data = axes_without(free, sequence_axes)
     dim = dims.split_over_data(of_data) if of_data else None
+    if dim is None and of_data and not only_whole:
+        dim = dims.split_over_data(of_data, only_whole=False)
     further: list[Further] = []
     for axis in axes_within(free, sequence_axes):
         split_dim = dims.split_over_sequences(axis, dim)
@@ -169,9 +174,15 @@ class _Dims:
         self.entries: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
         self.named = list(self.entries)
 
-    def split_over_data(self, axes: tuple[str, ...]) -> int | None:
-        """Split a dim that is whole over axes of data, and say which; None if none divides."""
-        candidates = self._dividing(_whole_dims(self.named, self.sizes), axes)
+    def split_over_data(self, axes: tuple[str, ...], *, only_whole: bool = True) -> int | None:
+        """Split a dim over axes of data, and say which; None if none divides.
+
+        It is one that is whole, unless any may be taken.
+        """
+        dims: Iterable[int] = range(len(self.shape))
+        if only_whole:
+            dims = _whole_dims(self.named, self.sizes)
+        candidates = self._dividing(dims, axes)
         if not candidates:
             return None
         dim = _best_dim(candidates, self.shape, is_named=self.is_named)

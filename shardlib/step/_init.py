@@ -196,8 +196,10 @@ class _StateBuilder:
         if self.optimizer is not None:
             workers = layout.of_own(params, opt_state, rest)
         if workers is not None:
-            # All but the parameters is each worker's own.
-            opt_state, rest = (), ()
+            # All but the parameters is each worker's own, and a server has the optimizer's state.
+            rest = ()
+            if not workers.has_server:
+                opt_state = ()
         # A weak type would become a strong one in the first step, and the second be compiled anew.
         return drop_weak_types(
             (count, params, frozen, opt_state, errors, workers, parts.streams, rest, key, count)
@@ -233,7 +235,9 @@ def _checked_layout(
     state = State(*shapes, layout=first_trace.layout)
     params, frozen, opt_state, rest = state.params, state.frozen, state.opt_state, state.rest
     if state.workers is not None:
-        opt_state, rest = shapes_of_one((state.workers.opt_state, state.workers.rest))
+        rest = shapes_of_one(state.workers.rest)
+        if not state.workers.has_server:
+            opt_state = shapes_of_one(state.workers.opt_state)
     names, layout = first_trace.names, first_trace.layout
     # Checks speak of parameters by their paths, whether they are trained or not.
     parameters = combine(params, frozen)

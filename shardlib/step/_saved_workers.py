@@ -8,6 +8,8 @@ there were get back what they had. Otherwise the mean is kept:
     one run -> workers          each worker starts from what the run had
 
 The center stays what it was; what meetings keep is read if these keep it too, and is zero if not.
+A server has one copy of the parameters and of the optimizer's state. To what it is not, it is a run
+without workers: new workers are given what it has.
 """
 
 from collections.abc import Mapping
@@ -22,13 +24,12 @@ from shardlib.step._state import State, shapes_together, state_shardings
 from shardlib.step._workers import (
     Workers,
     mean_of_workers,
-    repeated,
     spread,
     workers_in,
     workers_of,
 )
 
-_KEPT = "workers/kept/"
+_KEPT, _VERSIONS = "workers/kept/", "workers/versions"
 
 
 def like_saved_workers(state: State, shapes: Mapping[str, tuple[int, ...]]) -> State:
@@ -39,10 +40,13 @@ def like_saved_workers(state: State, shapes: Mapping[str, tuple[int, ...]]) -> S
         shapes: the shapes of all arrays of the checkpoint, by path.
     """
     stored = workers_in(shapes)
-    if stored is None:
-        return shapes_together(state)
     alone = shapes_together(state)
+    if stored is None:
+        return alone
+    had_server = _VERSIONS in shapes
     has_as_many = state.workers is not None and stored == state.layout.workers
+    if has_as_many and had_server and state.layout.has_server:
+        return state
     # Workers of another number are read whole by every device along their axes.
     split_over = state.layout.apart if has_as_many else None
     kept: dict[str, Any] = {}
@@ -58,39 +62,71 @@ def like_saved_workers(state: State, shapes: Mapping[str, tuple[int, ...]]) -> S
         rest=with_workers(alone.rest),
         kept=kept,
     )
-    return alone.replaced(opt_state=(), rest=(), workers=workers)
+    if not had_server:
+        return alone.replaced(opt_state=(), rest=(), workers=workers)
+    # A server has the optimizer's state, and counts its updates as the steps are counted.
+    workers = workers._replace(opt_state=(), versions=with_workers(_of_step(alone)))
+    return alone.replaced(rest=(), workers=workers)
 
 
 def with_these_workers(state: State, like: State) -> State:
     """The state that was read, with as many workers as `like` has, or with none."""
-    if like.workers is None:
-        return state if state.workers is None else _mean(state, like)
-    count = like.layout.workers
-    shardings: Any = state_shardings(like).workers
-    read, kept = state.workers, {}
-    if read is None:
-        own = state.params, state.opt_state, state.rest
-        own = jax.jit(lambda own: repeated(own, count), out_shardings=shardings.own)(own)
-    else:
-        own, kept = read.own, read.kept
-        if workers_of(own) != count:
-            own = jax.jit(lambda own: spread(own, count), out_shardings=shardings.own)(own)
-    all_kept: dict[str, Any] = {}
-    for name, shapes in like.workers.kept.items():
-        all_kept[name] = kept.get(name, _zeros(shapes, shardings.kept[name]))
-    params, opt_state, rest = own
-    workers = Workers(params, opt_state, rest, all_kept)
-    return state.replaced(opt_state=(), rest=(), workers=workers)
+    read, wanted = state.workers, like.workers
+    if read is not None and wanted is not None and read.has_server == wanted.has_server:
+        count = like.layout.workers
+        if workers_of(read.params) == count:
+            return state.replaced(workers=_with_kept(read, like))
+        if not wanted.has_server:
+            shardings: Any = state_shardings(like).workers
+            own = jax.jit(lambda own: spread(own, count), out_shardings=shardings.own)(read.own)
+            return state.replaced(workers=_with_kept(Workers(*own, read.kept), like))
+    state = _without_workers(state, like)
+    return state if wanted is None else _with_workers_of(state, like)
 
 
-def _mean(state: State, like: State) -> State:
-    """The mean of workers that were read, for a run that has none."""
-    workers: Any = state.workers
-    shardings = state_shardings(like)
-    out_shardings = shardings.params, shardings.opt_state, shardings.rest
-    mean = jax.jit(mean_of_workers, out_shardings=out_shardings)
-    params, opt_state, rest = mean(workers.own)
+def _without_workers(state: State, like: State) -> State:
+    """What was read, as the state of one run: the mean of workers, or what their server has."""
+    workers = state.workers
+    if workers is None:
+        return state
+    alone = shapes_together(like)
+    own: Any = workers.own
+    shapes: Any = alone.params, alone.opt_state, alone.rest
+    if workers.has_server:
+        own, shapes = workers.rest, alone.rest
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    mean = jax.jit(mean_of_workers, out_shardings=shardings)(own)
+    if workers.has_server:
+        return state.replaced(rest=mean, workers=None)
+    params, opt_state, rest = mean
     return state.replaced(params=params, opt_state=opt_state, rest=rest, workers=None)
+
+
+def _with_workers_of(state: State, like: State) -> State:
+    """A run without workers with as many as `like` has, which all begin with what it has."""
+
+    def begun(params: Any, opt_state: Any, rest: Any) -> tuple[Any, Any, Any]:
+        workers = like.layout.of_own(params, opt_state, rest)
+        return params, opt_state if like.layout.has_server else (), workers
+
+    shardings = state_shardings(like)
+    program = jax.jit(
+        begun, out_shardings=(shardings.params, shardings.opt_state, shardings.workers)
+    )
+    params, opt_state, workers = program(state.params, state.opt_state, state.rest)
+    return state.replaced(params=params, opt_state=opt_state, rest=(), workers=workers)
+
+
+def _with_kept(workers: Workers, like: State) -> Workers:
+    """Workers with what the meetings of `like` keep: as it was read, or zeros."""
+    shardings: Any = state_shardings(like).workers
+    wanted: Any = like.workers
+    kept: dict[str, Any] = {}
+    for name, shapes in wanted.kept.items():
+        kept[name] = workers.kept.get(name)
+        if kept[name] is None:
+            kept[name] = _zeros(shapes, shardings.kept[name])
+    return workers._replace(kept=kept)
 
 
 def _zeros(shapes: Any, shardings: Any) -> Any:
@@ -109,6 +145,11 @@ def _kept_names(shapes: Mapping[str, Any]) -> list[str]:
         if path.startswith(_KEPT):
             names[path.removeprefix(_KEPT).partition("/")[0]] = None
     return list(names)
+
+
+def _of_step(state: State) -> jax.ShapeDtypeStruct:
+    sharding = state_shardings(state).step
+    return jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
 
 
 def _like_kept(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -12,6 +12,7 @@ from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arrays as check_arrays
 from shardlib.collectives._exact import Parameter
 from shardlib.collectives._meetings import Meeting, wide
+from shardlib.collectives._server import ParameterServer, split_of_server
 from shardlib.collectives._zero_split import Split, split_further
 from shardlib.layouts._host import HOST, to_device
 from shardlib.layouts._placement import Placement, by_names, like_parameters, place
@@ -31,6 +32,7 @@ from shardlib.step._workers import (
     repeated,
     shapes_of_one,
     specs_with_dim,
+    with_dim,
 )
 from shardlib.tracing._region import StoredWeight
 
@@ -95,6 +97,25 @@ class Layout:
             )
         return splits
 
+    def splits_of_server(self, params: Any) -> dict[str, Split]:
+        """How a server's copy of each parameter is stored, by its path.
+
+        It is split over the workers besides.
+        """
+        names, strategy = dict(self.names), self.strategy
+        of_worker = self.splits(params)
+        splits: dict[str, Split] = {}
+        for path, leaf in named_leaves(params):
+            splits[path] = split_of_server(
+                strategy.sharding,
+                self.apart,
+                strategy.device_mesh.shape,
+                leaf.shape,
+                of_worker[path],
+                names.get(path),
+            )
+        return splits
+
     def parameters(self, params: Any) -> dict[str, Parameter]:
         """What an exchange is told of each parameter, by its path."""
         splits = self.splits(params)
@@ -135,6 +156,11 @@ class Layout:
         return strategy.apart
 
     @property
+    def has_server(self) -> bool:
+        """Whether workers are around a server, which has the state of the optimizer."""
+        return isinstance(self.strategy.exchange, ParameterServer)
+
+    @property
     def workers(self) -> int:
         """How many workers have parameters of their own; 1 if all have the same."""
         return parts_over(self.strategy.device_mesh.shape, self.apart)
@@ -151,11 +177,15 @@ class Layout:
         if isinstance(exchange, Meeting):
             for name in exchange.keeps:
                 kept[name] = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), params)
+        versions: Any = ()
+        if self.has_server:
+            opt_state, versions = (), jnp.zeros(self.workers, jnp.int32)
         return Workers(
             params=repeated(params, self.workers),
             opt_state=repeated(opt_state, self.workers),
             rest=repeated(rest, self.workers),
             kept=kept,
+            versions=versions,
         )
 
     def no_errors(self, params: Any) -> ErrorsByPath:
@@ -191,7 +221,8 @@ class State:
     over, by the paths of parameters, each device's own along dim 0; a checkpoint has it by worker
     and in the parameter's shape. `workers` is what workers have of their own, where an
     exchange or an optimizer keeps them apart, see `Workers`; then `params` are those on which they
-    met last, and `opt_state` and `rest` are empty. `rest` is whatever else the model carries,
+    met last, and `opt_state` and `rest` are empty; or `params` and `opt_state` are those of the
+    server around which they are. `rest` is whatever else the model carries,
     `streams` the random
     streams inside it, `key` the key from which each step derives its randomness. `nonfinite` counts
     the steps whose gradient was not finite.
@@ -214,7 +245,7 @@ class State:
         """The model with this state's values, for evaluation and sampling.
 
         Use it under `strategy.scope()`. Its layers are in the model's own order. Where workers have
-        parameters of their own, it has their mean.
+        parameters of their own, it has their mean, or what their server has.
         """
         state = reordered(together(self), natural=True)
         parameters = combine(state.params, state.frozen)
@@ -282,12 +313,15 @@ def _check_weights(given: dict[str, Any], parameters: dict[str, Any]) -> None:
 def together(state: State) -> State:
     """The state with the mean over workers, where they have parameters of their own.
 
-    Its parameters and the model's other state are those of no worker. There is no mean of the
-    optimizer's state, which an evaluation does not read.
+    Its parameters and the model's other state are those of no worker; around a server, the
+    parameters are the server's. There is no mean of the optimizer's state, which an evaluation does
+    not read.
     """
     if state.workers is None:
         return state
     own = state.workers.params, state.workers.rest
+    if state.workers.has_server:
+        own = with_dim(state.params), state.workers.rest
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(own)):
         return shapes_together(state).replaced(opt_state=())
     specs: Any = state_specs(state).workers
@@ -307,6 +341,8 @@ def shapes_together(state: State) -> State:
     if state.workers is None:
         return state
     params, opt_state, rest = shapes_of_one(state.workers.own)
+    if state.workers.has_server:
+        opt_state = state.opt_state
     alone = state.replaced(params=params, opt_state=opt_state, rest=rest, workers=None)
 
     def described(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -323,9 +359,13 @@ def state_specs(state: State) -> State:
     """
     layout = state.layout
     named = layout.named
-    stored: dict[str, PartitionSpec] = {}
+    of_worker: dict[str, PartitionSpec] = {}
     for tree in (state.params, state.frozen):
         for path, split in layout.splits(tree).items():
+            of_worker[path] = split.spec
+    stored = dict(of_worker)
+    if state.workers is not None and state.workers.has_server:
+        for path, split in layout.splits_of_server(state.params).items():
             stored[path] = split.spec
     # The state of the optimizer is split like the parameters that it belongs to.
     follow = like_parameters(dict(layout.relations), stored)
@@ -336,12 +376,14 @@ def state_specs(state: State) -> State:
 
     def of_workers(workers: Workers) -> Workers:
         apart = layout.apart
-        _, opt_state, rest = shapes_of_one(workers.own)
+        params, opt_state, rest = shapes_of_one(workers.own)
+        params = place(lambda path, shape, spec: of_worker[path], params)
         return Workers(
-            params=specs_with_dim(place(at_rest, state.params), apart),
+            params=specs_with_dim(params, apart),
             opt_state=specs_with_dim(place(follow, opt_state), apart),
             rest=specs_with_dim(place(named, rest), apart),
             kept={name: place(at_rest, tree) for name, tree in workers.kept.items()},
+            versions=jax.tree.map(lambda _: PartitionSpec(apart), workers.versions),
         )
 
     return State(

@@ -38,13 +38,14 @@ from shardlib.step._apart import step_apart
 from shardlib.step._batches import batch_sharding, check_batch
 from shardlib.step._compiler_options import CompilerOptions, compiler_options
 from shardlib.step._exchange import Sender
-from shardlib.step._gradient import GradientFunction, GradientInputs, Metrics
+from shardlib.step._gradient import BatchGradient, GradientFunction, GradientInputs, Metrics
 from shardlib.step._loss import LossFunction, check_arguments
 from shardlib.step._meeting import averaged_if_asked
 from shardlib.step._optimizer_update import Averaged, update_of
 from shardlib.step._pipelined import Programs
 from shardlib.step._remat_budget import FittedRemat, fit_remat, host_room, loops_of
 from shardlib.step._scopes import OPTIMIZER
+from shardlib.step._server import step_around_server
 from shardlib.step._state import Layout, State, drop_weak_types, state_shardings, state_specs
 from shardlib.step._step_calls import (
     check_call,
@@ -264,11 +265,17 @@ class Step:
             return self._take(self.strategy, state, batch)
         worker = self.strategy.of_worker(of_all.apart)
 
+        # Names and reductions over the batch are those of the worker alone.
         def take(state: State, batch: Any) -> tuple[State, Metrics]:
-            # Names and reductions over the batch are those of the worker alone.
             with worker.scope(), recording(self._used):
                 return self._take(worker, state, batch, of_all)
 
+        def differentiate(state: State, batch: Any) -> BatchGradient:
+            with worker.scope(), recording(self._used):
+                return self._differentiated(worker, state, batch, of_all.apart)
+
+        if of_all.has_server:
+            return step_around_server(differentiate, state, batch)
         return step_apart(take, state, batch)
 
     def _take(
@@ -279,23 +286,14 @@ class Step:
         If this is one of several workers that have parameters of their own, `of_all` is the layout
         of the state of all.
         """
-        layout = state.layout
         apart = () if of_all is None else of_all.apart
-        trained = self._parameters(state, state.params, frozen=False)
-        frozen = self._parameters(state, state.frozen, frozen=True)
-        sender = self._sender(state)
-        differentiate = GradientFunction(
-            self.loss_fn, strategy, layout, trained, frozen, sender, apart
-        )
-        gradient, streams, rest, metrics = differentiate(_inputs_of(state, batch, sender))
+        gradient, streams, rest, metrics = self._differentiated(strategy, state, batch, apart)
         averaged = None
-        if isinstance(layout.optimizer, Apart):
+        if isinstance(state.layout.optimizer, Apart):
             assert of_all is not None
             asked, gradient = averaged_if_asked(of_all, state, gradient)
             averaged = Averaged(asked, of_all.workers)
-        # Only now are the names known that annotations of the loss have used.
-        check_experts(layout, strategy, self._used.names)
-
+        trained = self._parameters(state, state.params, frozen=False)
         # Automatic from here: global values laid out in shards, so that every optax transformation
         # is right. What the user said about implicit promotion applies to the loss; optimizers of
         # optax need it.
@@ -314,6 +312,21 @@ class Step:
             nonfinite=state.nonfinite + update.nonfinite,
         )
         return after, metrics | update.metrics
+
+    def _differentiated(
+        self, strategy: Strategy, state: State, batch: Any, apart: tuple[str, ...]
+    ) -> BatchGradient:
+        """The gradient of a batch under a strategy, where `apart` are the axes of other workers."""
+        layout, sender = state.layout, self._sender(state)
+        trained = self._parameters(state, state.params, frozen=False)
+        frozen = self._parameters(state, state.frozen, frozen=True)
+        differentiate = GradientFunction(
+            self.loss_fn, strategy, layout, trained, frozen, sender, apart
+        )
+        found = differentiate(_inputs_of(state, batch, sender))
+        # Only now are the names known that annotations of the loss have used.
+        check_experts(layout, strategy, self._used.names)
+        return found
 
     def _parameters(self, state: State, params: Any, *, frozen: bool) -> Any:
         """A `StepParameter` for each of some parameters of a state."""

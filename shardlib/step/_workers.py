@@ -11,7 +11,14 @@ a dim of workers in front, split over those axes:
     state.workers.rest           the same of the model's other state; `state.rest` is empty
     state.workers.kept           what meetings keep for the next one, like the parameters
 
-Evaluation, exports, and runs that go on with all workers together use the mean over workers.
+Workers around a server (`ParameterServer`) have parameters of their own too, which it gave them:
+
+    state.params, opt_state      the server's, split over the workers' devices
+    state.workers.params         those that each worker was given, and `rest` as above
+    state.workers.versions       (workers,), after how many updates of the server
+
+Evaluation, exports, and runs that go on with all workers together use the mean over workers, or
+what the server has.
 """
 
 from collections.abc import Mapping
@@ -35,12 +42,20 @@ class Workers(NamedTuple):
         rest: what else each worker's model carries, likewise.
         kept: by name, what meetings keep for the next one: a tree like the parameters, without a
             dim of workers.
+        versions: after how many updates a server gave each worker its parameters; empty without a
+            server, which has the optimizer's state as well.
     """
 
     params: Any
     opt_state: Any
     rest: Any
     kept: dict[str, Any]
+    versions: Any = ()
+
+    @property
+    def has_server(self) -> bool:
+        """Whether they are around a server."""
+        return bool(jax.tree.leaves(self.versions))
 
     @property
     def own(self) -> tuple[Any, Any, Any]:
