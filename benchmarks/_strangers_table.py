@@ -287,6 +287,7 @@ CALLS: tuple[Call, ...] = (
     learning_rate="0.7", momentum="0.9", also={"at0": ("text",), "exchange": _OPTIONAL}),
     _call("sl.collectives.ElasticAveraging", "('data',)", every="4", exchange="None",
     fragments="2", rate="0.9", also={"at0": ("text",), "exchange": _OPTIONAL}),
+    _call("sl.collectives.ParameterServer", "('data',)", also={"at0": ("text",)}),
     _call("sl.collectives.Signs", "'mean'", block="2048"),
     _call("sl.collectives.Integers", "8", block="256"),
     _call("sl.collectives.Signs().size", "64"),

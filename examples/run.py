@@ -572,6 +572,7 @@ def _exchange(text: str) -> sl.Exchange:
         "onebit": sl.collectives.OneBit,
         "int8": partial(sl.collectives.Quantised, bits=8),
         "int4": partial(sl.collectives.Quantised, bits=4),
+        "server": sl.collectives.ParameterServer,
     }
     numbered: dict[str, Any] = {
         "powersgd": sl.collectives.PowerSGD,

@@ -348,6 +348,7 @@ def test_break_even_counts_what_each_exchange_sends():
         c.OneBit("pod"): c.pmean_bytes(4_000_000, 4, Signs()),
         c.Quantised("pod", bits=4): c.pmean_bytes(4_000_000, 4, c.Integers(4)),
         c.LocalSGD("pod", every=8): exact / 8,
+        c.ParameterServer("pod"): exact,
         c.TopK("pod", part=0.001): 3 * 8 * 4000,
         c.PowerSGD("pod", rank=4): exact * 8 / 1000,
         sl.Exact(): exact,

@@ -413,6 +413,7 @@ def test_command_line_overrides_fields_by_dotted_names():
         ("powersgd:data:2", sl.collectives.PowerSGD("data", rank=2)),
         ("diloco:data:500", sl.collectives.DiLoCo("data", every=500)),
         ("local:data:8", sl.collectives.LocalSGD("data", every=8)),
+        ("server:data", sl.collectives.ParameterServer("data")),
         ("elastic:data:8", sl.collectives.ElasticAveraging("data", every=8)),
     ):
         run = from_command_line(["tiny", "--strategy.exchange", text, "--strategy.zero", "0"])

@@ -17,6 +17,7 @@ from shardlib.collectives._exchanges import Compressed, OneBit
 from shardlib.collectives._largest import TopK
 from shardlib.collectives._low_rank import PowerSGD
 from shardlib.collectives._meetings import Meeting
+from shardlib.collectives._server import ParameterServer
 
 # Bytes of its memory that a device reads and writes for each number that it sends in bits, and not
 # for an exact sum: what the compiler of TPU v5e counts for `pmean` with errors and a mask. It is an
@@ -128,7 +129,7 @@ def break_even(
     packing_seconds = cost.packed / every / memory_bandwidth
     # At this bandwidth, what is saved on the wire is what packing costs.
     equal_at = math.inf
-    if cost.sent / every >= exact_bytes and not isinstance(exchange, Exact):
+    if cost.sent / every >= exact_bytes and not isinstance(exchange, Exact | ParameterServer):
         equal_at = 0.0
     elif packing_seconds:
         equal_at = (exact_bytes - cost.sent / every) / packing_seconds
@@ -163,7 +164,8 @@ def _cost(
         case Meeting():
             cost = _cost(exchange.by, elements, workers, itemsize, width)
             return _Cost(cost.sent, cost.packed + MEETING_BYTES * elements)
-        case Exact():
+        case Exact() | ParameterServer():
+            # A server is sent a gradient, and sends parameters, but for a device's own part.
             return _Cost(_summed(elements, workers, itemsize), 0.0)
         case Compressed():
             sent = pmean_bytes(elements, workers, exchange.codec)

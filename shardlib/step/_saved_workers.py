@@ -79,7 +79,9 @@ def with_these_workers(state: State, like: State) -> State:
         if not wanted.has_server:
             shardings: Any = state_shardings(like).workers
             own = jax.jit(lambda own: spread(own, count), out_shardings=shardings.own)(read.own)
-            return state.replaced(workers=_with_kept(Workers(*own, read.kept), like))
+            params, opt_state, rest = own
+            spread_out = Workers(params, opt_state, rest, read.kept)
+            return state.replaced(workers=_with_kept(spread_out, like))
     state = _without_workers(state, like)
     return state if wanted is None else _with_workers_of(state, like)
 

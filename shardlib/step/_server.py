@@ -90,7 +90,8 @@ def _gradients(differentiate: Differentiate, state: State, batch: Any) -> BatchG
         found = differentiate(alone, batch)
         return found._replace(gradient=with_dim(found.gradient), rest=with_dim(found.rest))
 
-    replicated, split = PartitionSpec(), PartitionSpec(apart)
+    replicated: Any = PartitionSpec()
+    split: Any = PartitionSpec(apart)
     on_workers = jax.shard_map(
         on_worker,
         in_specs=(specs, split),
