@@ -105,7 +105,7 @@ LAYERS = [
     (
         "step",
         "_remat_budget _gradient _host_update _streamed_loops _streamed_update _optimizer_update _step_calls "
-        "_compiler_options _meeting _apart _server _step _evaluation",
+        "_compiler_options _meeting _meeting_meanwhile _apart _server _step _evaluation",
     ),
     ("train", "_contents _folder _checkpoint_failures _checkpoint_folders _checkpoint_reading"),
     ("train", "_checkpoint _nonfinite _sinks _speed _loop_options _run_steps _run _loop"),

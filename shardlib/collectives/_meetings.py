@@ -49,18 +49,22 @@ class Meeting(Exchange):
     - `fragments`: into how many parts parameters are divided, of which each has meetings of its
       own, in turn: as much is sent, in as many portions. Layers, and rows of matrices, are dealt
       out one by one.
+    - `overlap`: whether moves are sent while the next step computes. At its end they are used, and
+      a worker keeps what it has moved in that step.
     """
 
     axis: str | tuple[str, ...]
     every: int
     exchange: Exchange | None = None
     fragments: int = 1
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         check_axis(name, self.axis)
         every = check.whole(name, "every", self.every, "a number of steps", least=1)
-        check.assign(self, every=every)
+        overlap = check.boolean(name, "overlap", self.overlap)
+        check.assign(self, every=every, overlap=overlap)
         takes = 'an exchange that sends less, such as `sl.collectives.Quantised("pod")`, or None'
         if self.exchange is not None:
             check.kind(name, "exchange", self.exchange, Lossy, takes)
@@ -171,6 +175,7 @@ class LocalSGD(Meeting):
     - `every`: after how many steps they average.
     - `exchange`: how, an exchange over the same axes that sends codes; None is exactly.
     - `fragments`: into how many parts parameters are divided, which are averaged in turn.
+    - `overlap`: whether moves are sent while the next step computes, and used at its end.
 
     >>> import optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data,
@@ -205,6 +210,7 @@ class DiLoCo(Meeting):
     - `exchange`: how moves are averaged, an exchange over the same axes that sends codes; None is
       exactly.
     - `fragments`: into how many parts parameters are divided, which meet in turn.
+    - `overlap`: whether moves are sent while the next step computes, and used at its end.
     - `learning_rate`, `momentum`: those of the outer optimizer.
 
     >>> import shardlib as sl
@@ -252,6 +258,7 @@ class ElasticAveraging(Meeting):
     - `exchange`: how moves are averaged, an exchange over the same axes that sends codes; None is
       exactly.
     - `fragments`: into how many parts parameters are divided, which meet in turn.
+    - `overlap`: whether moves are sent while the next step computes, and used at its end.
     - `rate`: the part of the way to the mean of workers that the center goes. Each worker goes
       `rate / workers` of its way to the center.
 
@@ -283,4 +290,9 @@ class ElasticAveraging(Meeting):
 
 def wide(x: jax.Array) -> jax.Array:
     """A parameter in the dtype in which meetings compute: float32, or its own if that is wider."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x.dtype))
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype in which meetings compute with parameters of a dtype."""
+    return jnp.promote_types(dtype, jnp.float32)

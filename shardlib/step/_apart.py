@@ -20,10 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from shardlib.collectives._meetings import Meeting
 from shardlib.layouts._rules import rules_without
 from shardlib.layouts._specs import keep_axes
 from shardlib.optimizers._local import Apart
 from shardlib.step._meeting import Shared, meet
+from shardlib.step._meeting_meanwhile import meet_meanwhile
 from shardlib.step._state import Layout, State, state_specs
 from shardlib.step._workers import Workers, of_one, with_dim
 
@@ -65,17 +67,25 @@ def _worker_step(take_step: TakeStep, state: State, batch: Any) -> tuple[State, 
         workers=None,
         layout=layout_of_worker(layout),
     )
-    after, metrics = take_step(alone, batch)
-    # Only an optimizer that says when workers meet changes its state in a meeting.
-    opt_state, specs = (), ()
-    if isinstance(layout.optimizer, Apart):
-        opt_state, specs = after.opt_state, state_specs(alone).opt_state
-    before = Shared(state.params, after.params, opt_state, workers.kept, state.errors)
-    met, shared = meet(layout, before, specs, after.step)
+    shared = Shared(state.params, own.params, (), workers.kept, state.errors)
+
+    def step() -> tuple[Any, Any]:
+        after, metrics = take_step(alone, batch)
+        return after.params, (after, metrics)
+
+    exchange, by_optimizer = layout.strategy.exchange, isinstance(layout.optimizer, Apart)
+    if isinstance(exchange, Meeting) and exchange.overlap:
+        met, shared, (after, metrics) = meet_meanwhile(layout, shared, state.step, step)
+    else:
+        params, (after, metrics) = step()
+        shared, specs = shared._replace(own=params), ()
+        # Only an optimizer that says when workers meet changes its state in a meeting.
+        if by_optimizer:
+            shared, specs = shared._replace(opt_state=after.opt_state), state_specs(alone).opt_state
+        met, shared = meet(layout, shared, specs, after.step)
+    opt_state = shared.opt_state if by_optimizer else after.opt_state
     nonfinite, metrics = _of_all_workers(layout.apart, after.nonfinite - state.nonfinite, metrics)
-    if not isinstance(layout.optimizer, Apart):
-        shared = shared._replace(opt_state=after.opt_state)
-    own = with_dim(Workers(shared.own, shared.opt_state, after.rest, {}))
+    own = with_dim(Workers(shared.own, opt_state, after.rest, {}))
     after_all = state.replaced(
         step=after.step,
         params=shared.center,

@@ -59,7 +59,7 @@ def meet(
         steps: the number of steps taken, this one included.
     """
     optimizer = layout.optimizer
-    described = _Described.of(layout.parameters_of(shared.center))
+    described = Described.of(layout.parameters_of(shared.center))
     meetings: list[Callable[[Shared], Shared]] = []
     if isinstance(optimizer, Apart):
         due = optimizer.meets(shared.opt_state)
@@ -72,7 +72,7 @@ def meet(
         alike = jnp.zeros((), bool)
         sizes = layout.strategy.device_mesh.shape
         for fragment in fragments(described.parameters, exchange.fragments, sizes):
-            meetings.append(_OfExchange(layout, exchange, described, fragment))
+            meetings.append(OfExchange(layout, exchange, described, fragment))
     # One branch sends nothing, one has nothing to send since all workers have the same, and each
     # part of the parameters has one in which it meets.
     branch = jnp.where(due, 2 + which, alike.astype(jnp.int32))
@@ -87,15 +87,23 @@ def meet(
         return lax.switch(branch, (stay_apart, stay_alike, *meetings), shared)
 
     others = axes_without(layout.strategy.every_axis, layout.apart)
+    specs = specs_of(layout, described, shared)
+    of_optimizer = jax.tree.map(lambda spec: keep_axes(spec, others), specs_of_optimizer)
+    specs = specs._replace(opt_state=of_optimizer)
+    return due, manual_over(others, on_shards, specs, specs)(shared, branch)
+
+
+def specs_of(layout: Layout, described: "Described", shared: Shared) -> Shared:
+    """How all that workers share is laid out within a worker, but for an optimizer's state."""
+    others = axes_without(layout.strategy.every_axis, layout.apart)
     stored = described.specs(others)
-    specs = Shared(
+    return Shared(
         center=stored,
         own=stored,
-        opt_state=jax.tree.map(lambda spec: keep_axes(spec, others), specs_of_optimizer),
+        opt_state=(),
         kept=dict.fromkeys(shared.kept, stored),
         errors=jax.tree.map(lambda _: PartitionSpec(others), shared.errors),
     )
-    return due, _manual_over(others, on_shards, specs)(shared, branch)
 
 
 def averaged_if_asked(
@@ -113,8 +121,8 @@ def averaged_if_asked(
     """
     optimizer: Any = layout.optimizer
     asked = optimizer.averages(state.opt_state)
-    described = _Described.of(layout.parameters_of(state.params))
-    means = _Means(layout, Exact(), described.parameters)
+    described = Described.of(layout.parameters_of(state.params))
+    means = Means(layout, Exact(), described.parameters)
     local = LocalExchange(Exact(), described.parameters, means.sizes)
 
     def on_shards(gradient: Gradient, asked: jax.Array) -> Gradient:
@@ -135,30 +143,39 @@ def averaged_if_asked(
     others = axes_without(layout.strategy.every_axis, layout.apart)
     replicated = PartitionSpec()
     specs = Gradient(described.specs(others), {}, replicated, replicated)
-    return asked, _manual_over(others, on_shards, specs)(gradient, asked)
+    return asked, manual_over(others, on_shards, specs, specs)(gradient, asked)
 
 
-def _manual_over(axes: tuple[str, ...], function: Callable[..., Any], specs: Any) -> Any:
-    """A function of arrays of these specs and a number, manual over some axes more."""
+def manual_over(
+    axes: tuple[str, ...], function: Callable[..., Any], before: Any, after: Any
+) -> Any:
+    """A function of arrays and a number, manual over some axes more.
+
+    Args:
+        axes: these axes.
+        function: the function.
+        before: the specs of the arrays.
+        after: those of its results.
+    """
     if not axes:
         return function
     return jax.shard_map(
         function,
-        in_specs=(specs, PartitionSpec()),
-        out_specs=specs,
+        in_specs=(before, PartitionSpec()),
+        out_specs=after,
         axis_names=set(axes),
         check_vma=False,
     )
 
 
-class _Described(NamedTuple):
+class Described(NamedTuple):
     """All parameters, and how their arrays make up a tree."""
 
     parameters: list[Parameter]
     treedef: Any
 
     @classmethod
-    def of(cls, parameters: Any) -> "_Described":
+    def of(cls, parameters: Any) -> "Described":
         """Those of a tree of `Parameter`s."""
         return cls(*jax.tree.flatten(parameters, is_leaf=_is_parameter))
 
@@ -175,7 +192,7 @@ class _Described(NamedTuple):
         return self.tree([keep_axes(parameter.stored, axes) for parameter in self.parameters])
 
 
-class _Means:
+class Means:
     """Means over workers, as one device takes part in them, where every axis is manual."""
 
     def __init__(self, layout: Layout, by: Exchange, parameters: Sequence[Parameter]) -> None:
@@ -218,25 +235,35 @@ class _Means:
         return means
 
 
-class _OfExchange:
+class OfExchange:
     """A meeting that an exchange wants: workers average how far some parameters have moved."""
 
     def __init__(
-        self, layout: Layout, exchange: Meeting, described: _Described, fragment: Fragment
+        self, layout: Layout, exchange: Meeting, described: Described, fragment: Fragment
     ) -> None:
         self.exchange, self.described, self.fragment = exchange, described, fragment
-        self.means = _Means(layout, exchange.by, [part.parameter for part in fragment])
+        self.means = Means(layout, exchange.by, [part.parameter for part in fragment])
 
     def __call__(self, shared: Shared) -> Shared:
         """What workers have after it."""
+        with jax.named_scope(EXCHANGE):
+            means, errors = self.means(self.moves(shared), shared.errors)
+        return self.met(shared._replace(errors=errors), means)
+
+    def moves(self, shared: Shared) -> list[jax.Array]:
+        """How far this worker has moved from the center, in each part that meets."""
         center = self.described.leaves(shared.center)
         own = self.described.leaves(shared.own)
-        kept = {name: self.described.leaves(tree) for name, tree in shared.kept.items()}
         moves = []
         for part in self.fragment:
             moves.append(wide(part.of(own)) - wide(part.of(center)))
-        with jax.named_scope(EXCHANGE):
-            means, errors = self.means(moves, shared.errors)
+        return moves
+
+    def met(self, shared: Shared, means: Sequence[jax.Array]) -> Shared:
+        """What workers have once they know the means of their moves."""
+        center = self.described.leaves(shared.center)
+        own = self.described.leaves(shared.own)
+        kept = {name: self.described.leaves(tree) for name, tree in shared.kept.items()}
         for part, mean in zip(self.fragment, means, strict=True):
             met = self.exchange.met(
                 wide(part.of(center)),
@@ -253,16 +280,15 @@ class _OfExchange:
             center=self.described.tree(center),
             own=self.described.tree(own),
             kept={name: self.described.tree(leaves) for name, leaves in kept.items()},
-            errors=errors,
         )
 
 
 class _OfOptimizer:
     """A meeting that an optimizer wants: workers average its messages."""
 
-    def __init__(self, layout: Layout, optimizer: Apart, described: _Described) -> None:
+    def __init__(self, layout: Layout, optimizer: Apart, described: Described) -> None:
         self.optimizer, self.described = optimizer, described
-        self.means = _Means(layout, layout.strategy.exchange, described.parameters)
+        self.means = Means(layout, layout.strategy.exchange, described.parameters)
 
     def __call__(self, shared: Shared) -> Shared:
         """What workers have after it."""
