@@ -307,6 +307,26 @@ def test_choices_are_the_best_there_are():
     assert frontier == [(choice.size, choice.flops) for choice in choices()]
 
 
+def test_choices_of_large_blocks_are_smaller_and_smaller():
+    """Of gigabytes, a solver's tolerance is more than the byte by which the next is to be smaller."""
+    config = gpt.GPTConfig(
+        layers=2, width=4096, heads=8, context=4096, vocab=4096, norm="rms", positions="rotary",
+        bias=False, tied=False,
+    )  # fmt: skip
+    tokens = {"tokens": jax.ShapeDtypeStruct((64, config.context + 1), "int32")}
+    with sl.use(sl.rules.data, sl.make_mesh("data=8"), remat="full"):
+        graph, params = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
+        loss = lambda p, batch: gpt.loss(nnx.merge(graph, p), batch).total
+        (loop,) = loops_of(TracedLoss(jax.make_jaxpr(loss)(params, tokens).jaxpr))
+    (block,) = loop.blocks
+    costs = Costs.of(block)
+    for limit in range(2**27, costs.total_size, 2**27 + 1):
+        choice = costs.best(limit)
+        assert choice is None or choice.size <= limit
+    sizes = [choice.size for choice in costs.choices()]
+    assert len(sizes) == len(set(sizes)) > 10
+
+
 @pytest.mark.parametrize("room", [float("inf"), 100_000, 20_000, 10_000])
 def test_choices_with_room_on_the_host_are_the_best_there_are(room):
     """Of all ways to share names out, none is smaller and cheaper than a choice."""

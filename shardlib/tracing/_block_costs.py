@@ -240,15 +240,26 @@ class Costs:
         return _undominated(choices[::-1])
 
     def best(self, limit: int) -> Choice | None:
-        """The cheapest choice of at most so many bytes; None if there is none.
+        """The cheapest choice of at most so many bytes; None if there is none."""
+        if not self.sizes and not self.may_leave:
+            return Choice((), 0, sum(self.flops)) if limit >= 0 else None
+        # A solver takes numbers for whole that are nearly so, and of sums of large ones something
+        # is left then: what it found may be larger by a little than it should.
+        less = 0
+        while True:
+            choice = self._solved(limit - less)
+            if choice is None or choice.size <= limit:
+                return choice
+            less = max(2 * less, choice.size - limit)
+
+    def _solved(self, limit: int) -> Choice | None:
+        """The cheapest choice of about so many bytes at most; None if there is none.
 
         The solver is to find the optimum itself, and to leave no gap: a block has few names, so
         that it can.
         """
         names = list(self.sizes)
         leaving = self.may_leave
-        if not names and not leaving:
-            return Choice((), 0, sum(self.flops)) if limit >= 0 else None
         # Whether each name is kept on the device, whether the host has it, and whether each
         # equation runs again.
         binary = len(names) + len(leaving)
@@ -265,8 +276,10 @@ class Costs:
         costs[binary:] = np.array(self.flops, float) / max(1, sum(self.flops))
         costs += _TIE_ON_DEVICE * np.maximum(room, 0) / max(1, self.total_size)
         costs += _TIE_ON_HOST * host_room / max(1, host_room.sum())
+        # In the largest unit of which all sizes are multiples.
+        unit = math.gcd(*(int(size) for size in room)) or 1
         constraints = [
-            LinearConstraint(room[None], -np.inf, limit),
+            LinearConstraint(room[None] / unit, -np.inf, limit // unit),
             LinearConstraint(host_room[None], -np.inf, self.host_room),
         ]
         if len(rows):
