@@ -121,10 +121,24 @@ class Shards:
         return total
 
 
+class Compiled(NamedTuple):
+    """What a compiled step sends over the axis of the workers.
+
+    Attributes:
+        branches: what each of its branches sends.
+        scalars: the bytes of metrics and counts.
+        overlapped: of all else, the part that is under way while matrices are multiplied.
+    """
+
+    branches: list[Sent]
+    scalars: int
+    overlapped: float
+
+
 def compiled(
     target: sl.Target, config: gpt.GPTConfig, shape: str, rules: sl.AxisRules, method: "Method"
-) -> tuple[list[Sent], int]:
-    """What each branch of a method's step sends over the workers' axis, and what scalars take."""
+) -> Compiled:
+    """Compile a method's step, and read off what it sends over the workers' axis."""
     axis = "pod" if "pod" in shape else "data"
     mesh = target.mesh(shape, dcn="pod" if axis == "pod" else "")
     stage = 1 if axis == "pod" else 0
@@ -139,17 +153,20 @@ def compiled(
     state = sl.init(make, method.optimizer(), strategy, abstract=True)
     batch = {"tokens": jax.ShapeDtypeStruct((16, config.context + 1), "int32")}
     plan = sl.plan(sl.train_step(gpt.loss, strategy), state, batch, target)
-    codes = exact = scalars = 0
+    codes = exact = scalars = overlapped = 0
     for one in plan.collectives:
         if axis not in (one.axes or ()):
             continue
         if one.sent_bytes <= SCALAR:
             scalars += one.total_bytes
-        elif "u8" in one.dtypes:
+            continue
+        overlapped += one.total_bytes if one.overlapped else 0
+        if "u8" in one.dtypes:
             codes += one.total_bytes
         else:
             exact += one.total_bytes
-    return method.branches(Shards(state, axis), codes, exact), scalars
+    branches = method.branches(Shards(state, axis), codes, exact)
+    return Compiled(branches, scalars, overlapped / (codes + exact))
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,11 @@ class Method:
 def _meeting(shards: Shards, codes: int, exact: int) -> list[Sent]:
     del codes
     return [Sent("a meeting", exact, shards.exactly())]
+
+
+def _server(shards: Shards, codes: int, exact: int) -> list[Sent]:
+    del codes
+    return [Sent("gradients, and parameters back", exact, shards.exactly())]
 
 
 def _meeting_of_codes(shards: Shards, codes: int, exact: int) -> list[Sent]:
@@ -206,6 +228,8 @@ METHODS = {
     "diloco in four bits": Method(
         lambda axis: c.DiLoCo(axis, exchange=c.Quantised(axis, bits=4)), _adam, _meeting_of_codes
     ),
+    "diloco meanwhile": Method(lambda axis: c.DiLoCo(axis, overlap=True), _adam, _meeting),
+    "server": Method(c.ParameterServer, _adam, _server),
     "zero_one_adam": Method(
         c.OneBit, lambda: optimizers.zero_one_adam(1e-3, steps=1000), _zero_one
     ),

@@ -12,8 +12,11 @@ of before the freeze stands beside it, in a branch of its own: that is what it i
 against an all-reduce in bfloat16. `worst_formula_ratio` is the worst of what is sent over what the
 formula beside each collective says, or the inverse.
 
-Then steps of the other methods on two of the meshes: meetings of DiLoCo, exactly and in four bits,
-0/1 Adam, 1-bit LAMB, PowerSGD and top-k, each branch against its own formula (`methods`).
+Then steps of the other methods on two of the meshes: meetings of DiLoCo, exactly, in four bits, and
+while a step computes, a parameter server, 0/1 Adam, 1-bit LAMB, PowerSGD and top-k, each branch
+against its own formula (`methods`). `meeting_overlapped` is the part of the meeting meanwhile,
+between two slices or nodes, that is under way while matrices are multiplied: a compiler for GPUs
+begins it as late as it thinks it may, beside the optimizer.
 `silent_bytes` is what the scalars of a step without a meeting send, on one slice; between slices a
 TPU sends at least 512 bytes at a time, and there are three (`silent_bytes_slices`). And whole runs
 by count: 0/1 Adam by its paper's schedule beside 1-bit Adam with a warmup in 16 bits, where
@@ -199,19 +202,23 @@ def main() -> None:
                 target = two_slices if "pod" in shape else one_slice
                 told(name, f"{machine} step {shape}", *of_step(target, shape, name))
     methods: dict[str, float] = {}
+    overlapped: dict[str, float] = {}
     silent, silent_slices = 0, 0
     for machine in arguments.machines.split(","):
         one_slice, two_slices = (sl.Target(text) for text in MACHINES[machine])
         for name, method in METHODS.items():
             for shape in ("data=8", "pod=2,data=2,model=2"):
                 target = two_slices if "pod" in shape else one_slice
-                branches, scalars = compiled(target, CONFIG, shape, MESHES[shape][0], method)
+                found = compiled(target, CONFIG, shape, MESHES[shape][0], method)
+                scalars = found.scalars
+                if name == "diloco meanwhile" and "pod" in shape:
+                    overlapped[machine] = found.overlapped
                 # Without codes, all that is small are scalars.
                 if name == "diloco" and "pod" in shape:
                     silent_slices = max(silent_slices, scalars)
                 elif name == "diloco":
                     silent = max(silent, scalars)
-                for branch in branches:
+                for branch in found.branches:
                     ratio = branch.bytes / branch.formula
                     methods[f"{machine} {name} {shape}, {branch.what}"] = ratio
                     worst, programs = max(worst, ratio, 1 / ratio), programs + 1
@@ -230,6 +237,7 @@ def main() -> None:
         "programs": programs,
         "ratios": ratios,
         "methods": methods,
+        "meeting_overlapped": overlapped,
         "silent_bytes": silent,
         "silent_bytes_slices": silent_slices,
         "rounds_saved": 1 - paper.rounds / warmup.rounds,

@@ -10,6 +10,9 @@ what the method keeps for later:
     PowerSGD        SGD, rank 4             without error feedback
     DiLoCo          Adam, 4 workers that meet every 50 steps    without outer momentum
 
+DiLoCo begins after a quarter of the run, as in its paper, whose workers start from 24,000 of 88,000
+steps of training together.
+
 `loss_ratio` of a method is the worst, over dtypes, of the mean loss over seeds over its parent's,
 on held-out text; `failing_ratio` the same of what must fail. Then each is saved 200 steps before
 its end, restored, and goes on: on as many devices, where `restart_differs` counts the arrays that
@@ -27,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,8 @@ class Run:
     mesh: str
     exchange: sl.Exchange
     optimizer: Callable[[int], Any]
+    together: float = 0.0
+    """For which part of the run, at its beginning, gradients are summed exactly."""
 
     def strategy(self, precision: str, workers: int | None = None) -> sl.Strategy:
         """The strategy of the run, or the same with fewer workers on as many devices of each."""
@@ -158,8 +163,8 @@ METHODS = {
     ),
     "diloco": Method(
         ADAM,
-        Run(PODS, c.DiLoCo("pod", every=50), adam),
-        Run(PODS, c.DiLoCo("pod", every=50, momentum=0.0), adam),
+        Run(PODS, c.DiLoCo("pod", every=50), adam, together=0.25),
+        Run(PODS, c.DiLoCo("pod", every=50, momentum=0.0), adam, together=0.25),
         "without outer momentum",
     ),
 }
@@ -169,20 +174,48 @@ Curve = list[tuple[int, float]]
 
 def train(run: Run, precision: str, seed: int, steps: int) -> tuple[float, Curve]:
     """The loss on what was held out, and that of training, every twentieth step."""
+    curve: Curve = []
+    source = batches(seed)
     strategy = run.strategy(precision)
+    state = begun(run, strategy, seed, steps, source, curve)
+    return measured(onward(strategy, state, source, steps, curve), strategy), curve
+
+
+def begun(
+    run: Run, strategy: sl.Strategy, seed: int, steps: int, source: Iterator[Any], curve: Curve
+) -> sl.State:
+    """The state with which a run begins, after its steps together if it has such."""
     make: Any = lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(seed))  # noqa: E731
-    state = sl.init(make, run.optimizer(steps), strategy, seed=seed)
-    records: list[dict[str, Any]] = []
-    sinks: list[Any] = [records.append]
-    state = sl.fit(
-        sl.train_step(gpt.loss, strategy),
-        state,
-        batches(seed),
-        sl.Loop(steps=steps, log_every=20),
-        records=sl.Records(sinks=sinks),
-    )
-    curve = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    return measured(state, strategy), curve
+    optimizer = run.optimizer(steps)
+    if not run.together:
+        return sl.init(make, optimizer, strategy, seed=seed)
+    together = replace(strategy, exchange=sl.Exact())
+    state = sl.init(make, optimizer, together, seed=seed)
+    state = onward(together, state, source, int(run.together * steps), curve)
+    like = sl.init(make, optimizer, strategy, seed=seed, abstract=True)
+    return through_a_checkpoint(state, [like])[0]
+
+
+def onward(
+    strategy: sl.Strategy, state: sl.State, source: Iterator[Any], steps: int, curve: Curve
+) -> sl.State:
+    """A run up to a number of steps; its losses come at the end of the curve."""
+    step = sl.train_step(gpt.loss, strategy)
+    for number in range(int(state.step) + 1, steps + 1):
+        state, metrics = step(state, next(source))
+        # A CPU that has many steps before it may wait for itself.
+        jax.block_until_ready(metrics)
+        if number % 20 == 0:
+            curve.append((number, float(metrics["loss"])))
+    return state
+
+
+def through_a_checkpoint(state: sl.State, like: list[sl.State]) -> list[sl.State]:
+    """A state, saved and then read by others."""
+    with tempfile.TemporaryDirectory() as folder, sl.Checkpoints(folder) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        return [checkpoints.restore(one).state for one in like]
 
 
 def restart(run: Run, steps: int) -> tuple[int, float]:
@@ -192,30 +225,16 @@ def restart(run: Run, steps: int) -> tuple[int, float]:
     optimizer, source = run.optimizer(steps), batches(0)
     strategies = [run.strategy("float32"), run.strategy("float32", FEWER[run.mesh])]
     make: Any = lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))  # noqa: E731
-
-    def onward(strategy: sl.Strategy, state: sl.State, examples: Any) -> sl.State:
-        step = sl.train_step(gpt.loss, strategy)
-        for batch in examples:
-            state, metrics = step(state, batch)
-            # A CPU that has many steps before it may wait for itself.
-            jax.block_until_ready(metrics)
-        return state
-
-    start = sl.init(make, optimizer, strategies[0])
     after = min(LAST, steps // 2)
-    before = onward(strategies[0], start, itertools.islice(source, steps - after))
+    before = begun(run, strategies[0], 0, steps, source, [])
+    before = onward(strategies[0], before, source, steps - after, [])
     last = list(itertools.islice(source, after))
-    with tempfile.TemporaryDirectory() as folder, sl.Checkpoints(folder) as checkpoints:
-        checkpoints.save(before)
-        checkpoints.wait()
-        read = []
-        for strategy in strategies:
-            like = sl.init(make, optimizer, strategy, abstract=True)
-            read.append(checkpoints.restore(like).state)
-    never_stopped = onward(strategies[0], before, last)
+    like = [sl.init(make, optimizer, strategy, abstract=True) for strategy in strategies]
+    read = through_a_checkpoint(before, like)
+    never_stopped = onward(strategies[0], before, iter(last), steps, [])
     restarted = []
     for strategy, state in zip(strategies, read, strict=True):
-        restarted.append(onward(strategy, state, last))
+        restarted.append(onward(strategy, state, iter(last), steps, []))
     arrays = []
     for state in (never_stopped, restarted[0]):
         arrays.append(jax.tree.leaves(jax.device_get(state.replaced(key=0))))

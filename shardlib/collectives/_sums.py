@@ -108,6 +108,14 @@ def sum_whole(x: jax.Array, axes: tuple[str, ...], wire: Any = None) -> jax.Arra
     return lax.optimization_barrier(part)[: flat.size].astype(x.dtype).reshape(x.shape)
 
 
+def dense(x: jax.Array) -> jax.Array:
+    """An array in a shape that fills the tiles of a TPU, in which it is sent.
+
+    Rows of 64 numbers, say heads, would be sent as tiles of which half is empty.
+    """
+    return x.reshape(-1) if x.ndim and x.shape[-1] % _LANES else x
+
+
 def _scatters_at_once(sizes: tuple[int, ...]) -> bool:
     """Whether compilers for TPUs scatter over all dims at once.
 

@@ -1,14 +1,16 @@
 """Exact sums over workers, of arrays of which some devices of a worker hold the same values."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from shardlib.collectives._exact import Parameter, buckets
+from shardlib.collectives._sums import dense
 from shardlib.layouts._specs import parts_over, spec_axes
 
 
@@ -64,16 +66,63 @@ def summed_over_workers(
         sizes: how many devices the mesh has along each axis.
         bucket_bytes: the most bytes that go in one collective, unless one array has more.
     """
-    totals = list(arrays)
-    for (over, shared), group in _groups_by_axes(axes).items():
-        for bucket in buckets(arrays, group, bucket_bytes):
-            parts = [arrays[position] for position in bucket]
-            summed: Iterable[jax.Array] = lax.psum(parts, over)
-            if shared:
-                summed = _sums_in_parts(parts, over, shared, parts_over(sizes, shared))
-            for position, total in zip(bucket, summed, strict=True):
-                totals[position] = total
-    return totals
+    sums = WorkerSums(arrays, axes, sizes, bucket_bytes)
+    return sums.gathered(sums.of_parts(arrays))
+
+
+class WorkerSums:
+    """Such sums in two halves: over workers, and then within each. Arguments are as above."""
+
+    def __init__(
+        self,
+        arrays: Sequence[jax.Array],
+        axes: Sequence[WorkerAxes],
+        sizes: Mapping[str, int],
+        bucket_bytes: int,
+    ) -> None:
+        self.shapes = [x.shape for x in arrays]
+        self.sizes = sizes
+        self.buckets: list[_Bucket] = []
+        for (over, shared), group in _groups_by_axes(axes).items():
+            for positions in buckets(arrays, group, bucket_bytes):
+                self.buckets.append(_Bucket(over, shared, positions))
+
+    def of_parts(self, arrays: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        """For each bucket the sums over workers: whole arrays, or this device's part of them."""
+        sums: list[list[jax.Array]] = []
+        for bucket in self.buckets:
+            own = [arrays[position] for position in bucket.positions]
+            if bucket.shared:
+                own = [_own_part(own, bucket.shared, parts_over(self.sizes, bucket.shared))]
+            own = [dense(x) for x in own]
+            sums.append(lax.psum(own, bucket.over))
+        return sums
+
+    def gathered(self, sums: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """All arrays, once the devices of a worker have told each other their parts."""
+        totals: list[Any] = [None] * len(self.shapes)
+        for bucket, own in zip(self.buckets, sums, strict=True):
+            whole: Iterable[jax.Array] = own
+            if bucket.shared:
+                flat = lax.all_gather(own[0], bucket.shared, axis=0, tiled=True).reshape(-1)
+                whole = _of_shapes([self.shapes[i] for i in bucket.positions], flat)
+            for position, total in zip(bucket.positions, whole, strict=True):
+                totals[position] = total.reshape(self.shapes[position])
+        return totals
+
+
+class _Bucket(NamedTuple):
+    """Arrays that are summed together, by position.
+
+    Attributes:
+        over: the axes of the workers, along which the sums go.
+        shared: the axes along which the devices of a worker have the same arrays.
+        positions: of the arrays.
+    """
+
+    over: tuple[str, ...]
+    shared: tuple[str, ...]
+    positions: list[int]
 
 
 def _groups_by_axes(
@@ -89,32 +138,24 @@ def _groups_by_axes(
     return groups
 
 
-def _sums_in_parts(
-    arrays: list[jax.Array], over: tuple[str, ...], shared: tuple[str, ...], count: int
-) -> Iterator[jax.Array]:
-    """Sums of arrays that are the same along the axes `shared`, of which each device sums a part.
+def _own_part(arrays: list[jax.Array], shared: tuple[str, ...], count: int) -> jax.Array:
+    """A device's part of arrays that are the same along the axes `shared`, of `count` devices.
 
-    Args:
-        arrays: what is summed, each device's own summand.
-        over: the axes of the workers, along which the sums go.
-        shared: the axes along which all devices have the same arrays.
-        count: how many devices there are along these.
+    Together, so that small arrays share one collective of useful size.
     """
-    # Together, so that small arrays share one collective of useful size.
     flat = jnp.concatenate([x.reshape(-1) for x in arrays])
-    # One row for each device along `shared`; zeros fill up the last.
+    # One row for each device; zeros fill up the last.
     rows = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
-    part = lax.psum(rows[lax.axis_index(shared)], over)
-    whole = lax.all_gather(part, shared, axis=0, tiled=True)
-    return _shaped_like(arrays, whole.reshape(-1))
+    return rows[lax.axis_index(shared)]
 
 
-def _shaped_like(arrays: Sequence[jax.Array], flat: jax.Array) -> Iterator[jax.Array]:
-    """The numbers of one array taken apart into arrays of the shapes of others, in order.
+def _of_shapes(shapes: Sequence[tuple[int, ...]], flat: jax.Array) -> Iterator[jax.Array]:
+    """The numbers of one array taken apart into arrays of these shapes, in order.
 
     What is left over is padding.
     """
     first = 0
-    for x in arrays:
-        yield flat[first : first + x.size].reshape(x.shape)
-        first += x.size
+    for shape in shapes:
+        last = first + math.prod(shape)
+        yield flat[first:last].reshape(shape)
+        first = last

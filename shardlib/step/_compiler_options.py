@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib.collectives._meetings import Meeting
 from shardlib.layouts._specs import axes_without, parts_over
 from shardlib.step._strategy import Strategy
 
@@ -82,6 +83,10 @@ def _bucket_options(strategy: Strategy) -> Options:
         # The compiler counts the output of a scatter, which is one part of the bucket.
         "reduce_scatter": max(1, exchange.bucket_bytes // parts),
     }
+    meeting = strategy.exchange
+    if isinstance(meeting, Meeting) and meeting.overlap:
+        # Joined with the sums of metrics, a meeting would begin where the step ends.
+        limits["all_reduce"] = 1
     return {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in limits.items()}
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from shardlib.collectives._exact import Exact, Exchange, Parameter, averaged_axes
 from shardlib.collectives._fragments import Fragment, fragments
 from shardlib.collectives._meetings import Meeting, wide
-from shardlib.collectives._worker_sums import axes_of_workers, summed_over_workers
+from shardlib.collectives._worker_sums import WorkerSums, axes_of_workers
 from shardlib.layouts._specs import axes_without, keep_axes, parts_over
 from shardlib.optimizers._local import Apart
 from shardlib.step._exchange import ErrorsByPath, Gradient, LocalExchange
@@ -192,15 +192,33 @@ class Described(NamedTuple):
         return self.tree([keep_axes(parameter.stored, axes) for parameter in self.parameters])
 
 
+class Sent(NamedTuple):
+    """What workers have sent each other of some arrays.
+
+    Attributes:
+        exact: sums of what is sent exactly, of which a device may have a part.
+        coded: means of what is sent as codes.
+    """
+
+    exact: list[list[jax.Array]]
+    coded: list[jax.Array]
+
+
 class Means:
     """Means over workers, as one device takes part in them, where every axis is manual."""
 
     def __init__(self, layout: Layout, by: Exchange, parameters: Sequence[Parameter]) -> None:
         self.parameters = parameters
         self.sizes = dict(layout.strategy.device_mesh.shape)
-        self.apart, self.by = layout.apart, by
+        self.by = by
         self.workers = parts_over(self.sizes, layout.apart)
         self.coded = LocalExchange(by, parameters, self.sizes)
+        self.exact_positions, self.exact_axes = [], []
+        for position, parameter in enumerate(parameters):
+            over = averaged_axes(layout.apart, parameter)
+            if over and position not in self.coded.averaged_positions:
+                self.exact_positions.append(position)
+                self.exact_axes.append(axes_of_workers(over, parameter, self.sizes))
 
     def __call__(
         self, arrays: list[jax.Array], errors: ErrorsByPath, alive: Sequence[Any] | None = None
@@ -209,30 +227,37 @@ class Means:
 
         `alive` says of each array where it is not always zero; None if that is unknown.
         """
-        means = self._exact_means(arrays)
+        sent, errors = self.send(arrays, errors, alive)
+        return self.receive(arrays, sent), errors
+
+    def send(
+        self, arrays: list[jax.Array], errors: ErrorsByPath, alive: Sequence[Any] | None = None
+    ) -> tuple[Sent, ErrorsByPath]:
+        """The first half of it: all that goes between workers."""
+        exact = self._sums(arrays).of_parts([arrays[i] for i in self.exact_positions])
         coded = self.coded.averaged_positions
         if not coded:
-            return means, errors
+            return Sent(exact, []), errors
         own = [arrays[i].astype(jnp.float32) for i in coded]
         own_alive: list[Any] = [None] * len(coded)
         if alive is not None:
             own_alive = [alive[i] for i in coded]
-        return self.coded.average(means, own, errors, own_alive)
+        means, errors = self.coded.average(arrays, own, errors, own_alive)
+        return Sent(exact, [means[i] for i in coded]), errors
 
-    def _exact_means(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """The means of what is sent exactly; all other arrays as they are."""
-        positions, axes = [], []
-        for position, parameter in enumerate(self.parameters):
-            over = averaged_axes(self.apart, parameter)
-            if over and position not in self.coded.averaged_positions:
-                positions.append(position)
-                axes.append(axes_of_workers(over, parameter, self.sizes))
+    def receive(self, arrays: list[jax.Array], sent: Sent) -> list[jax.Array]:
+        """The second half, within workers. What is not averaged stays as it is in `arrays`."""
         means = list(arrays)
-        own = [arrays[i] for i in positions]
-        totals = summed_over_workers(own, axes, self.sizes, self.by.within.bucket_bytes)
-        for position, total in zip(positions, totals, strict=True):
+        totals = self._sums(arrays).gathered(sent.exact)
+        for position, total in zip(self.exact_positions, totals, strict=True):
             means[position] = total / self.workers
+        for position, mean in zip(self.coded.averaged_positions, sent.coded, strict=True):
+            means[position] = mean
         return means
+
+    def _sums(self, arrays: list[jax.Array]) -> WorkerSums:
+        own = [arrays[i] for i in self.exact_positions]
+        return WorkerSums(own, self.exact_axes, self.sizes, self.by.within.bucket_bytes)
 
 
 class OfExchange:

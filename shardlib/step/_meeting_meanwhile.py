@@ -28,9 +28,10 @@ from shardlib.collectives._meetings import Meeting, wide, wide_dtype
 from shardlib.collectives._worker_sums import WorkerAxes, axes_of_workers
 from shardlib.layouts._specs import axes_without, parts_over
 from shardlib.step._exchange import ErrorsByPath
-from shardlib.step._meeting import Described, Means, OfExchange, Shared, manual_over, specs_of
+from shardlib.step._meeting import Described, Means, OfExchange, Sent, Shared, manual_over, specs_of
 from shardlib.step._scopes import EXCHANGE
 from shardlib.step._state import Layout
+from shardlib.step._workers import of_one, with_dim
 
 TakeStep = Callable[[], tuple[Any, Any]]
 
@@ -60,6 +61,9 @@ def meet_meanwhile(
     def meet() -> tuple[Shared, Any]:
         sent = meeting.send(shared, which)
         own, others = take_step()
+        # What is left to do within workers comes after the step. Joined with what the step sends
+        # there, it would have that wait for the other workers.
+        sent, own = lax.optimization_barrier((sent, own))
         met = meeting.receive(shared, sent, which)
 
         def moved_on(met: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
@@ -74,9 +78,9 @@ def meet_meanwhile(
 
 
 class _Sent(NamedTuple):
-    """What has come back to a device: means of moves, and the errors of codes."""
+    """What devices have been sent, and the errors of codes."""
 
-    means: Any
+    arrays: Sent
     errors: ErrorsByPath
 
 
@@ -97,18 +101,16 @@ class _Meanwhile:
         self.layout, self.described = layout, described
 
     def send(self, shared: Shared, which: jax.Array) -> _Sent:
-        """The means over workers of their moves, in the part of the parameters that meets."""
+        """All that goes between workers, of the part of the parameters that meets."""
 
         def on_shards(shared: Shared, which: jax.Array) -> _Sent:
             with jax.named_scope(EXCHANGE):
-                means, errors = self._averaged(shared, which)
-            return _Sent([mean[None] for mean in means], errors)
+                sent, errors = self._means.send(self._moves(shared, which), shared.errors)
+            # What a device has is its own, along a dim of devices.
+            return _Sent(with_dim(sent), errors)
 
         before = specs_of(self.layout, self.described, shared)
-        # What a device has is its own, along a dim of devices.
-        own = PartitionSpec(self.others)
-        count = len(self.parts[0].fragment) if self.buffers is None else len(self.buffers.by_kind)
-        after = _Sent([own] * count, before.errors)
+        after = _Sent(self._own, before.errors)
         return manual_over(self.others, on_shards, before, after)(shared, which)
 
     def receive(self, shared: Shared, sent: _Sent, which: jax.Array) -> Shared:
@@ -116,24 +118,31 @@ class _Meanwhile:
 
         def on_shards(both: tuple[Shared, _Sent], which: jax.Array) -> Shared:
             shared, sent = both
-            means = [mean[0] for mean in sent.means]
+            with jax.named_scope(EXCHANGE):
+                means = self._means.receive(self._moves(shared, which), of_one(sent.arrays))
             shared = shared._replace(errors=sent.errors)
             if self.buffers is None:
                 return self.parts[0].met(shared, means)
             return lax.switch(which, self._receivers(self.buffers), shared, means)
 
         after = specs_of(self.layout, self.described, shared)
-        own = [PartitionSpec(self.others)] * len(sent.means)
-        before = after, _Sent(own, after.errors)
+        before = after, _Sent(self._own, after.errors)
         return manual_over(self.others, on_shards, before, after)((shared, sent), which)
 
-    def _averaged(self, shared: Shared, which: jax.Array) -> tuple[list[jax.Array], ErrorsByPath]:
-        """Means of moves on a device's shards, as arrays of their own or in buffers."""
+    @property
+    def _own(self) -> Any:
+        """How a device's own arrays are laid out, whatever tree they are."""
+        return PartitionSpec(self.others)
+
+    @property
+    def _means(self) -> Means:
+        return self.parts[0].means if self.buffers is None else self.buffers.means
+
+    def _moves(self, shared: Shared, which: jax.Array) -> list[jax.Array]:
+        """How far this worker has moved, as arrays of their own or in buffers."""
         if self.buffers is None:
-            (part,) = self.parts
-            return part.means(part.moves(shared), shared.errors)
-        packers = self._packers(self.buffers)
-        return self.buffers.means(lax.switch(which, packers, shared), shared.errors)
+            return self.parts[0].moves(shared)
+        return lax.switch(which, self._packers(self.buffers), shared)
 
     def _packers(self, buffers: "_Buffers") -> list[Callable[[Shared], list[jax.Array]]]:
         """For each part, what workers put into the buffers."""
