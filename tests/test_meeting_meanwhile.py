@@ -235,3 +235,27 @@ def test_a_meeting_sends_one_part(platform):
     # A device sends half of its quarter of the part to the other pod, and as much of the sum; what
     # some devices of a pod have alike, vectors, each may send.
     assert 0 < large <= 1.3 * 4 * largest / 4 + 64
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_shorter_than_a_tile_are_sent_between_slices_without_holes(overlap):
+    """Rows of 64 numbers, of which a TPU's tiles would be half empty."""
+    target = sl.Target("tpu:v5e:2x2:slices=2")
+    mesh = target.mesh("pod=2,data=4", dcn="pod")
+    heads = (128, 4, 64)
+    meeting = LocalSGD("pod", every=2, overlap=overlap)
+    rules = sl.AxisRules(batch=("pod", "data"))
+    strategy = sl.Strategy(mesh=mesh, rules=rules, exchange=meeting, zero=split(1))
+    state = sl.init(lambda: {"w": jnp.zeros(heads)}, OPTIMIZER, strategy, abstract=True)
+    step = sl.train_step(
+        lambda model, x, rng: jnp.mean(jnp.einsum("bd,dhk->bhk", x, model["w"]) ** 2), strategy
+    )
+    x = jax.ShapeDtypeStruct((16, 128), "f4")
+    compiled = step.lower(state, x).compile()
+    large = [one for one in testing.collectives(compiled, mesh) if one.sent_bytes > 1024]
+    crossing = sum(one.total_bytes for one in large if "pod" in one.axes)
+    # Each of a pod's four devices sends its quarter, half of it twice.
+    assert crossing == 4 * 128 * 4 * 64 / 4
+    # Only what overlaps is under way while the step multiplies.
+    assert any(one.overlapped for one in large if "pod" in one.axes) == overlap
