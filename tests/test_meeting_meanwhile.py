@@ -181,6 +181,7 @@ def test_moves_are_sent_as_codes_meanwhile(name):
         assert any(np.abs(error).max() > 0 for error in left)
 
 
+@pytest.mark.long
 def test_it_goes_on_bit_for_bit_from_a_checkpoint(tmp_path):
     meeting = DiLoCo("pod", every=4, fragments=2, overlap=True)
     strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=meeting, zero=split(1))
