@@ -66,10 +66,11 @@ def meet_meanwhile(
         sent, own = lax.optimization_barrier((sent, own))
         met = meeting.receive(shared, sent, which)
 
-        def moved_on(met: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-            return (wide(met) + (wide(end) - wide(start))).astype(met.dtype)
+        def moved_on(end: jax.Array, start: jax.Array, met: jax.Array) -> jax.Array:
+            # Where no part has met, what is added is exactly zero.
+            return (wide(end) + (wide(met) - wide(start))).astype(end.dtype)
 
-        return met._replace(own=jax.tree.map(moved_on, met.own, shared.own, own)), others
+        return met._replace(own=jax.tree.map(moved_on, own, shared.own, met.own)), others
 
     # If some part meets in every step there is nothing to choose.
     if exchange.every == exchange.fragments:
