@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -20,6 +19,7 @@ from shardlib import collectives as c
 from shardlib import optimizers
 from shardlib.collectives._feedback import matrix_of
 from shardlib.collectives._fragments import fragments as divided
+from shardlib.optimizers._rounds import rounds_of
 
 SCALAR = 1024
 """Collectives of fewer bytes are those of metrics and of what is counted."""
@@ -246,31 +246,11 @@ class Run(NamedTuple):
     bits: int
 
 
-def of_zero_one_adam(
-    steps: int, *, freeze: int, kappa: int, apart: int, double: int, longest: int
-) -> Run:
-    """A run of 0/1 Adam, counted by the optimizer itself: its steps, for a model of one number."""
-    optimizer = optimizers.zero_one_adam(
-        1e-3, freeze=freeze, kappa=kappa, apart=apart, double=double, longest=longest, steps=steps
-    )
-    params = jnp.zeros(())
-
-    def step(state: Any, _: Any) -> tuple[Any, Any]:
-        averaged = optimizer.averages(state)
-        _, state = optimizer.update(jnp.ones(()), state, params, averaged=averaged)
-        meets = optimizer.meets(state)
-        _, met = optimizer.met(jnp.ones(()), state, params)
-        state = jax.tree.map(lambda new, old: jnp.where(meets, new, old), met, state)
-        return state, (averaged, meets)
-
-    _, (averaged, met) = jax.jit(lambda: jax.lax.scan(step, optimizer.init(params), length=steps))()
-    exact, meetings = int(averaged.sum()), int(met.sum())
-    return Run(exact + meetings, 16 * exact + meetings)
-
-
-def of_onebit_adam(steps: int, freeze: int) -> Run:
-    """A run of 1-bit Adam, whose gradients before the freeze go in 16 bits."""
-    return Run(steps, 16 * freeze + steps - freeze)
+def of_optimizer(optimizer: Any, steps: int) -> Run:
+    """A run of an optimizer that says itself what is sent, exactly in 16 bits and else in one."""
+    rounds = rounds_of(optimizer, steps)
+    exact, coded = rounds.exact + rounds.both, rounds.coded + rounds.both
+    return Run(exact + coded, 16 * exact + coded)
 
 
 def largest_fragment(config: gpt.GPTConfig, fragments: int) -> float:

@@ -444,6 +444,7 @@ CALLS: tuple[Call, ...] = (
     _call("sl.break_even", parameters="1e9", workers="8", bandwidth="3e9", shards="8",
           exchange="sl.collectives.OneBit('pod')", compute_seconds="0.1",
           memory_bandwidth="8e11", itemsize="4", width="64",
+          optimizer="sl.optimizers.onebit_adam(0.1, freeze=2)", steps="10",
           also={"bandwidth": ("inf",), "memory_bandwidth": ("inf",), "exchange": _OPTIONAL,
           "width": _OPTIONAL}),
     _call("sl.planning.Decoder", layers="2", width="64", heads="4", sequence="32", vocab="256",

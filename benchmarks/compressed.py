@@ -46,13 +46,12 @@ from benchmarks._compressed_methods import (
     METHODS,
     compiled,
     largest_fragment,
-    of_onebit_adam,
-    of_zero_one_adam,
+    of_optimizer,
 )
 from benchmarks._report import report
 from models import gpt
 from shardlib import collectives as c
-from shardlib import testing
+from shardlib import optimizers, testing
 from shardlib.machine._targets import COMPILE_ONLY
 
 BOUNDS = {
@@ -228,8 +227,8 @@ def main() -> None:
                         file=sys.stderr,
                         flush=True,
                     )
-    paper = of_zero_one_adam(PAPER_STEPS, **PAPER)
-    warmup = of_onebit_adam(PAPER_STEPS, PAPER["freeze"])
+    paper = of_optimizer(optimizers.zero_one_adam(1e-3, **PAPER), PAPER_STEPS)
+    warmup = of_optimizer(optimizers.onebit_adam(1e-3, freeze=PAPER["freeze"]), PAPER_STEPS)
     figures = {f"{name}_ratio": max(of.values()) for name, of in ratios.items()}
     figures |= {
         "onebit_bf16_ratio": 2 * figures["onebit_ratio"],

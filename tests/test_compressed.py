@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from machines import compile_for, mesh_on
 import shardlib as sl
 from shardlib import testing
 from shardlib.collectives import Integers, Signs
+from shardlib.optimizers._rounds import rounds_of
 
 P = jax.P
 WHOLE = P()
@@ -368,3 +370,46 @@ def test_break_even_counts_what_each_exchange_sends():
 
     with pytest.raises(ValueError, match="it is not known what it sends"):
         sl.break_even(**of, exchange=Own())
+
+
+def test_break_even_counts_what_an_optimizer_sends_over_a_run():
+    """Freezes after a fifth; and by the schedule of 0/1 Adam's paper, for BERT-Large."""
+    of = dict(parameters=8e6, workers=4, shards=2, bandwidth=1e9)
+    exact, coded = 2 * 4 * 4e6 * 3 / 4, sl.collectives.pmean_bytes(4_000_000, 4, Signs())
+    adam = sl.optimizers.onebit_adam(1e-3, freeze=0.2)
+    found = sl.break_even(**of, optimizer=adam, steps=100)
+    assert found.sent_bytes == pytest.approx(0.2 * exact + 0.8 * coded)
+    assert found.most_bytes == exact
+    paper = sl.optimizers.zero_one_adam(
+        1e-3, freeze=23_000, kappa=16, apart=12_500, double=32_678, longest=16
+    )
+    rounds = rounds_of(paper, 162_000)
+    assert sum(rounds) == 162_000
+    # "Up to" 54% fewer rounds than 1-bit Adam, in which every step is one.
+    assert rounds.silent / 162_000 == pytest.approx(0.537, abs=1e-3)
+    found = sl.break_even(**of, optimizer=paper, steps=162_000)
+    shares = np.array([rounds.exact, rounds.coded]) / 162_000
+    assert found.sent_bytes == pytest.approx(shares @ [exact, coded])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            dict(optimizer=sl.optimizers.onebit_adam(1e-3, freeze="auto"), steps=9000),
+            "goes by its gradients",
+        ),
+        (dict(optimizer=optax.adam(1e-3)), "optimizer.*takes one that says what is sent"),
+        (dict(optimizer=None), "is for an optimizer whose steps differ"),
+        (
+            dict(
+                optimizer=sl.optimizers.onebit_adam(1e-3, freeze=9),
+                exchange=sl.collectives.DiLoCo("pod"),
+            ),
+            "goes with an exchange of codes",
+        ),
+    ],
+)
+def test_break_even_refuses_optimizers_that_send_nothing_themselves(options, match):
+    with pytest.raises(ValueError, match=match):
+        sl.break_even(**{"parameters": 8e6, "workers": 4, "bandwidth": 1e9, "steps": 99} | options)

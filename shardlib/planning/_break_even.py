@@ -7,7 +7,7 @@ Such an exchange sends less, or less often, and to make what it sends it reads a
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
@@ -18,6 +18,8 @@ from shardlib.collectives._largest import TopK
 from shardlib.collectives._low_rank import PowerSGD
 from shardlib.collectives._meetings import Meeting
 from shardlib.collectives._server import ParameterServer
+from shardlib.optimizers._local import Apart, Local
+from shardlib.optimizers._rounds import rounds_of
 
 # Bytes of its memory that a device reads and writes for each number that it sends in bits, and not
 # for an exact sum: what the compiler of TPU v5e counts for `pmean` with errors and a mask. It is an
@@ -79,6 +81,8 @@ def break_even(
     memory_bandwidth: float = math.inf,
     itemsize: int = 4,
     width: int | None = None,
+    optimizer: Any = None,
+    steps: int | None = None,
 ) -> BreakEven:
     """What an exchange that sends less saves in a step.
 
@@ -96,6 +100,9 @@ def break_even(
         memory_bandwidth: bytes per second of a device's memory; by default packing costs nothing.
         itemsize: bytes of each number in an exact sum.
         width: how many rows and columns matrices have, for factors of them.
+        optimizer: one that says itself what is sent in each step, `sl.optimizers.zero_one_adam`:
+            its exact rounds count, and its silent ones. By default every step sends codes.
+        steps: how many steps the run has, for such an optimizer.
 
     >>> import shardlib as sl
     >>> of = dict(parameters=1e9, workers=8, shards=8, bandwidth=3e9, memory_bandwidth=8e11)
@@ -125,23 +132,53 @@ def break_even(
     elements = math.ceil(parameters / shards)
     exact_bytes = _summed(elements, workers, itemsize)
     cost = _cost(exchange, elements, workers, itemsize, width)
-    every = exchange.every if isinstance(exchange, Meeting) else 1
-    packing_seconds = cost.packed / every / memory_bandwidth
+    often = _how_often(exchange, optimizer, steps)
+    sent = often.coded * cost.sent + often.exact * exact_bytes
+    packing_seconds = often.coded * cost.packed / memory_bandwidth
     # At this bandwidth, what is saved on the wire is what packing costs.
     equal_at = math.inf
-    if cost.sent / every >= exact_bytes and not isinstance(exchange, Exact | ParameterServer):
+    if sent >= exact_bytes and not isinstance(exchange, Exact | ParameterServer):
         equal_at = 0.0
     elif packing_seconds:
-        equal_at = (exact_bytes - cost.sent / every) / packing_seconds
+        equal_at = (exact_bytes - sent) / packing_seconds
     portions = exchange.fragments if isinstance(exchange, Meeting) else 1
     return BreakEven(
         compute_seconds=compute_seconds,
         exact_seconds=exact_bytes / bandwidth,
-        compressed_seconds=cost.sent / every / bandwidth + packing_seconds,
+        compressed_seconds=sent / bandwidth + packing_seconds,
         bandwidth=equal_at,
-        sent_bytes=cost.sent / every,
-        most_bytes=cost.sent / portions,
+        sent_bytes=sent,
+        most_bytes=max(cost.sent / portions, exact_bytes if often.exact else 0.0),
     )
+
+
+class _HowOften(NamedTuple):
+    """In which part of the steps something is sent: as the exchange has it, and exactly."""
+
+    coded: float
+    exact: float
+
+
+def _how_often(exchange: Exchange, optimizer: Any, steps: Any) -> _HowOften:
+    """How often something is sent, as the exchange or an optimizer says it."""
+    if optimizer is None:
+        if steps is not None:
+            raise ValueError(
+                f"`break_even(steps={check.shown(steps)})` is for an optimizer whose steps differ, "
+                "such as `optimizer=sl.optimizers.zero_one_adam(...)`. Leave it out."
+            )
+        return _HowOften(1 / exchange.every if isinstance(exchange, Meeting) else 1.0, 0.0)
+    takes = "one that says what is sent, such as `sl.optimizers.zero_one_adam(...)`, or None"
+    check.kind("break_even", "optimizer", optimizer, Local | Apart, takes)
+    takes = "the steps of the run, of which the optimizer's freeze is a part"
+    steps = check.whole("break_even", "steps", steps, takes, least=1)
+    if not isinstance(exchange, Compressed):
+        raise ValueError(
+            f"`break_even(optimizer=..., exchange={exchange})`: such an optimizer goes with an "
+            'exchange of codes, `exchange=sl.collectives.OneBit("pod")`.'
+        )
+    rounds = rounds_of(optimizer, steps)
+    return _HowOften((rounds.coded + rounds.both) / steps, (rounds.exact + rounds.both) / steps)
 
 
 class _Cost(NamedTuple):
