@@ -24,6 +24,20 @@ def check_learning_rate(name: str, rate: Any) -> None:
     check.number(name, "learning_rate", rate, takes)
 
 
+def checked_adam(
+    name: str, b1: Any, b2: Any, eps: Any, weight_decay: Any, mask: Any
+) -> tuple[float, float, float, float, Any]:
+    """The same arguments, checked: those of `optax.adamw` besides its learning rate."""
+    check_mask(name, mask)
+    return (
+        check.number(name, "b1", b1, least=0, below=1),
+        check.number(name, "b2", b2, least=0, below=1),
+        check.number(name, "eps", eps, least=0),
+        check.number(name, "weight_decay", weight_decay, least=0),
+        mask,
+    )
+
+
 def check_mask(name: str, mask: Any) -> None:
     """Refuse what is no mask of `optax.add_decayed_weights`: a tree of bools, or a function."""
     takes = "a tree of bools like the parameters, or a function that makes one of them"

@@ -25,7 +25,7 @@ from shardlib.checks import _arguments as check
 from shardlib.optimizers._hyperparameters import (
     check_learning_rate,
     check_length,
-    check_mask,
+    checked_adam,
     needs_own_gradients,
 )
 from shardlib.optimizers._local import Local
@@ -89,15 +89,9 @@ def onebit_adam(
     [False, False, True, True]
     """
     check_freeze("onebit_adam", freeze, steps)
-    b1 = check.number("onebit_adam", "b1", b1, least=0, below=1)
-    b2 = check.number("onebit_adam", "b2", b2, least=0, below=1)
-    eps = check.number("onebit_adam", "eps", eps, least=0)
-    weight_decay = check.number("onebit_adam", "weight_decay", weight_decay, least=0)
     check_learning_rate("onebit_adam", learning_rate)
-    check_mask("onebit_adam", mask)
-    adam = FrozenVariance(
-        learning_rate, freeze, steps, b1, b2, eps, weight_decay=weight_decay, mask=mask
-    )
+    options = checked_adam("onebit_adam", b1, b2, eps, weight_decay, mask)
+    adam = FrozenVariance(learning_rate, freeze, steps, *options)
     # Refuses a freeze beyond the end of the run now, rather than at the first step.
     adam.freeze_step  # noqa: B018
     return adam.local

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from shardlib.checks import _arguments as check
-from shardlib.optimizers._hyperparameters import check_learning_rate, check_mask
+from shardlib.optimizers._hyperparameters import check_learning_rate, checked_adam
 from shardlib.optimizers._local import Local
 from shardlib.optimizers._onebit_adam import FrozenVariance, OneBitAdamState, check_freeze
 
@@ -88,16 +88,11 @@ def onebit_lamb(
     """
     check_freeze(_NAME, freeze, steps)
     check_learning_rate(_NAME, learning_rate)
-    check_mask(_NAME, mask)
     lamb = _OneBitLamb(
         learning_rate,
         freeze,
         steps,
-        check.number(_NAME, "b1", b1, least=0, below=1),
-        check.number(_NAME, "b2", b2, least=0, below=1),
-        check.number(_NAME, "eps", eps, least=0),
-        check.number(_NAME, "weight_decay", weight_decay, least=0),
-        mask,
+        *checked_adam(_NAME, b1, b2, eps, weight_decay, mask),
         _checked_bounds("ratios", ratios),
         _checked_bounds("factors", factors),
         check.number(_NAME, "memory", memory, least=0, below=1),

@@ -27,7 +27,7 @@ from shardlib.checks import _arguments as check
 from shardlib.optimizers._hyperparameters import (
     check_learning_rate,
     check_length,
-    check_mask,
+    checked_adam,
     needs_own_gradients,
 )
 from shardlib.optimizers._local import Apart
@@ -100,7 +100,6 @@ def zero_one_adam(
     for argument, moment in (("freeze", freeze), ("apart", apart), ("double", double)):
         check_moment(_NAME, argument, moment)
     check_learning_rate(_NAME, learning_rate)
-    check_mask(_NAME, mask)
     takes = "a number of gradients"
     adam = _ZeroOneAdam(
         learning_rate,
@@ -110,11 +109,7 @@ def zero_one_adam(
         double,
         check.whole(_NAME, "longest", longest, "a number of steps", least=1),
         check.whole(_NAME, "steps", steps, "a number of steps", least=1, optional=True),
-        check.number(_NAME, "b1", b1, least=0, below=1),
-        check.number(_NAME, "b2", b2, least=0, below=1),
-        check.number(_NAME, "eps", eps, least=0),
-        check.number(_NAME, "weight_decay", weight_decay, least=0),
-        mask,
+        *checked_adam(_NAME, b1, b2, eps, weight_decay, mask),
     )
     # Refuses moments beyond the end of the run now, rather than at the first step.
     adam.moments  # noqa: B018
