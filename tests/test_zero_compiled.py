@@ -314,3 +314,24 @@ def test_zero_sends_per_device_parameters_only_over_the_other_data_axes(platform
     if stage == 3:
         lines = [line for one in found.collectives if one.sent_bytes > 1024 for line in one.sources]
         assert lines and all(line.startswith(__file__) for line in lines), lines
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rows_shorter_than_a_tile_cross_slices_without_holes(stage):
+    """Rows of 64 numbers, as heads are: half of each of a TPU's tiles would be empty."""
+    target = sl.Target("tpu:v5e:2x2:slices=2")
+    heads = (128, 4, 64)
+    strategy = sl.Strategy(
+        mesh=target.mesh("pod=2,data=4", dcn="pod"),
+        rules=sl.AxisRules(batch=("pod", "data")),
+        zero=sl.Zero(stage, axes=("data",), small=0),
+    )
+    state = sl.init(lambda: {"w": jnp.zeros(heads)}, optax.sgd(1e-3), strategy, abstract=True)
+    loss = lambda model, x, rng: jnp.mean(jnp.einsum("bd,dhk->bhk", x, model["w"]) ** 2)
+    x = jax.ShapeDtypeStruct((16, 128), "float32")
+    found = sl.plan(sl.train_step(loss, strategy), state, x, target)
+    crossing = [one for one in found.collectives if "pod" in one.axes and one.sent_bytes > 1024]
+    # What ZeRO has scattered within a slice is a quarter for each device.
+    quarter = 128 * 4 * 64 * 4 / 4
+    assert sum(one.total_bytes for one in crossing) == 2 * moved(quarter, 2)

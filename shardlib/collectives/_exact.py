@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
-from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter, sum_whole
+from shardlib.collectives._sums import BUCKET_BYTES, in_pieces, sum_scatter, sum_together, sum_whole
 from shardlib.layouts._specs import as_tuple, axes_within, axes_without
 
 _TILE = 16 * 128  # elements of a tile of a TPU, for dtypes of 16 bits; two tiles for 32 bits
@@ -231,7 +231,7 @@ def _sum(arrays: list[jax.Array], axes: tuple[str, ...], wire: Any) -> list[jax.
     What is sent in another dtype goes as one long array, of which each device adds up a part.
     """
     if wire is None or wire == arrays[0].dtype:
-        return lax.psum(arrays, axes)
+        return sum_together(arrays, axes)
     ends = list(itertools.accumulate(x.size for x in arrays))
     joined = jnp.concatenate([x.reshape(-1) for x in arrays])
     total = sum_whole(joined, axes, wire)

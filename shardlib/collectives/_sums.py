@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from shardlib.layouts._annotate import sizes_on_torus
+from shardlib.layouts._annotate import sizes_on_torus, slow_axes_in_scope
+from shardlib.layouts._specs import axes_within
 from shardlib.machine._torus import groups_along
 
 BUCKET_BYTES = 32 * 2**20
@@ -97,7 +98,7 @@ def sum_whole(x: jax.Array, axes: tuple[str, ...], wire: Any = None) -> jax.Arra
     adds up a part of the array in the array's own, and sends this part in `wire` too.
     """
     if wire is None or wire == x.dtype or not x.size:
-        return lax.psum(x, axes)
+        return sum_together([x], axes)[0]
     parts = lax.axis_size(axes)
     flat = x.reshape(-1)
     # Whole tiles of each part.
@@ -108,12 +109,19 @@ def sum_whole(x: jax.Array, axes: tuple[str, ...], wire: Any = None) -> jax.Arra
     return lax.optimization_barrier(part)[: flat.size].astype(x.dtype).reshape(x.shape)
 
 
-def dense(x: jax.Array) -> jax.Array:
-    """An array in a shape that fills the tiles of a TPU, in which it is sent.
+def sum_together(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+    """The sums of some arrays over `axes`, on every device, as `psum` of a list.
 
-    Rows of 64 numbers, say heads, would be sent as tiles of which half is empty.
+    Between slices of TPUs an array is sent in the tiles in which it lies. So that rows of 64
+    numbers, say heads, do not go as tiles of which half is empty, they go as one long row.
     """
-    return x.reshape(-1) if x.ndim and x.shape[-1] % _LANES else x
+    if not axes_within(axes, slow_axes_in_scope()):
+        return lax.psum(list(arrays), axes)
+    rows = [x.reshape(-1) if x.ndim and x.shape[-1] % _LANES else x for x in arrays]
+    # Else compilers may take a row for what it was made of, and send that.
+    rows = lax.optimization_barrier(rows)
+    sums = lax.optimization_barrier(lax.psum(rows, axes))
+    return [total.reshape(x.shape) for total, x in zip(sums, arrays, strict=True)]
 
 
 def _scatters_at_once(sizes: tuple[int, ...]) -> bool:

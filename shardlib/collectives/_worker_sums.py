@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.collectives._exact import Parameter, buckets
-from shardlib.collectives._sums import dense
+from shardlib.collectives._sums import sum_together
 from shardlib.layouts._specs import parts_over, spec_axes
 
 
@@ -94,8 +94,7 @@ class WorkerSums:
             own = [arrays[position] for position in bucket.positions]
             if bucket.shared:
                 own = [_own_part(own, bucket.shared, parts_over(self.sizes, bucket.shared))]
-            own = [dense(x) for x in own]
-            sums.append(lax.psum(own, bucket.over))
+            sums.append(sum_together(own, bucket.over))
         return sums
 
     def gathered(self, sums: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
@@ -107,7 +106,7 @@ class WorkerSums:
                 flat = lax.all_gather(own[0], bucket.shared, axis=0, tiled=True).reshape(-1)
                 whole = _of_shapes([self.shapes[i] for i in bucket.positions], flat)
             for position, total in zip(bucket.positions, whole, strict=True):
-                totals[position] = total.reshape(self.shapes[position])
+                totals[position] = total
         return totals
 
 
