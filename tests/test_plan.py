@@ -570,7 +570,7 @@ def test_plan_assertions_show_the_difference_on_failure(on_cpu):
         testing.assert_collectives(on_cpu, sends={("all-gather", "data"): 8})
     text = str(failure.value)
     assert re.search(r"all-gather +data +8 +0 +-8\n", text)
-    assert "+1,376,284" in text and "_exact.py" in text  # 2 x 7/8 of the gradients and of four sums
+    assert "+1,376,284" in text and "_sums.py" in text  # 2 x 7/8 of the gradients and of four sums
     with pytest.raises(AssertionError, match="gradients .* 1,000 .*"):
         testing.assert_memory(on_cpu, at_most={"gradients": 1000, "total": 2**30})
     assert testing.assert_memory(on_cpu, at_most={"total": 2**30}) is on_cpu

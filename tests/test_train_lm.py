@@ -477,7 +477,7 @@ def test_command_line_overrides_fields_by_dotted_names():
         (["tiny", "--loop.steps"], "`--loop.steps` has no value"),
         (
             ["tiny", "--strategy.exchange", "onebit"],
-            "`exact`; one of onebit, int8, int4 and the axes",
+            "`exact`; one of onebit, int8, int4, server and the axes",
         ),
         (["tiny", "--strategy.exchange", "diloco:data"], "one of powersgd, local, diloco, elastic"),
         (["tiny", "--strategy.exchange", "local:data:0"], "`LocalSGD(every=0)` takes"),
