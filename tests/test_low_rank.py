@@ -344,3 +344,22 @@ def test_factors_alone_cross_between_pods(platform):
     # The vector is whole, and half of it on each device, as all devices of a pod send a part.
     assert crossing <= factors + 4 * 24 + 512
     assert crossing < whole / 3
+
+
+@pytest.mark.tpu_compiler
+def test_topk_is_gathered_on_tpus_and_not_summed():
+    """A part that fills no whole tiles would be sent as a sum of everyone's, twice the bytes."""
+    mesh = mesh_on("v5e:2x4", "data=8")
+    strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, exchange=TopK("data", part=0.01))
+    make_large = lambda: {"w": jnp.zeros((1024, 1024)), "v": jnp.zeros((1024, 512))}
+    state = sl.init(make_large, optax.sgd(0.1), strategy, abstract=True)
+    step = sl.train_step(
+        lambda model, x, rng: jnp.mean((x @ model["w"] @ model["v"]) ** 2), strategy
+    )
+    lowered = step.lower(state, jax.ShapeDtypeStruct((16, 1024), "float32"))
+    sent = 0
+    for one in testing.collectives(compile_for(mesh, lowered), mesh):
+        sent += one.total_bytes if one.sent_bytes > 1024 else 0
+    chosen = sum(strategy.exchange.count(size) for size in (2**20, 2**19))
+    # A value and a place for each of the seven others; at most a tile is filled up.
+    assert 7 * 8 * chosen <= sent <= 7 * 8 * (chosen + 1024)

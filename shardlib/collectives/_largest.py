@@ -9,6 +9,7 @@ number of elements.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from shardlib.checks import _arguments as check
 from shardlib.collectives._exact import ExchangeInputs, Parameter
 from shardlib.collectives._exchanges import Lossy
 from shardlib.collectives._feedback import Feedback, local_shape, of_one_worker, zeros
+from shardlib.collectives._sums import ROW_TILE
 
 # Places are counted in 32 bits, within a device's shard.
 _MOST_ELEMENTS = 2**31 - 1
@@ -71,20 +73,22 @@ class TopK(Lossy):
         if all(lax.axis_size(self.over(parameter)) == 1 for parameter in parameters):
             # Nothing is sent between workers, so nothing is left out.
             return of_one_worker(gradients, inputs.errors)
-        means, errors = [], []
-        for gradient, parameter, shared, before in zip(
-            gradients, parameters, inputs.shared, inputs.errors, strict=True
-        ):
-            if self.feedback:
-                gradient = gradient + before.error
-            chosen = self._chosen(gradient, parameter)
-            gathered = _gathered(chosen, self.over(parameter), shared)
-            workers = lax.axis_size(self.over(parameter))
-            means.append(_placed(gathered, gradient.shape) / workers)
-            error = None
-            if self.feedback:
-                error = gradient - _placed(chosen, gradient.shape)
-            errors.append(Feedback(error, None))
+        own = list(gradients)
+        if self.feedback:
+            own = [x + before.error for x, before in zip(gradients, inputs.errors, strict=True)]
+        chosen = [self._chosen(x, one) for x, one in zip(own, parameters, strict=True)]
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for position, (parameter, shared) in enumerate(zip(parameters, inputs.shared, strict=True)):
+            groups[self.over(parameter), shared].append(position)
+        means = list(own)
+        for (over, shared), positions in groups.items():
+            gathered = _gathered([chosen[i] for i in positions], over, shared)
+            for i, elements in zip(positions, gathered, strict=True):
+                means[i] = _placed(elements, own[i].shape) / lax.axis_size(over)
+        errors = [Feedback(None, None)] * len(own)
+        if self.feedback:
+            for i, elements in enumerate(chosen):
+                errors[i] = Feedback(own[i] - _placed(elements, own[i].shape), None)
         return means, errors
 
     def _chosen(self, gradient: jax.Array, parameter: Parameter) -> "_Elements":
@@ -109,22 +113,42 @@ class _Elements(NamedTuple):
     places: jax.Array
 
 
-def _gathered(chosen: _Elements, over: tuple[str, ...], shared: tuple[str, ...]) -> _Elements:
-    """The elements of all workers, one after the other.
+def _gathered(
+    chosen: Sequence[_Elements], over: tuple[str, ...], shared: tuple[str, ...]
+) -> list[_Elements]:
+    """Of each array the elements of all workers, one worker after the other.
 
-    Of devices of a worker that have chosen the same, each sends a part, and all gather these.
+    Those of all arrays go together. Of devices of a worker that have chosen the same, each sends a
+    part, and all gather these.
     """
-    parts = lax.axis_size(shared)
-    padding = -chosen.values.size % parts
-    # Added twice at one place, zeros change nothing.
-    elements = jax.tree.map(lambda x: jnp.pad(x, (0, padding)).reshape(parts, -1), chosen)
-    own = elements
-    if shared:
-        own = jax.tree.map(lambda x: x[lax.axis_index(shared)], elements)
-    gathered = jax.tree.map(lambda x: lax.all_gather(x.reshape(-1), over, tiled=True), own)
-    if shared:
-        gathered = jax.tree.map(lambda x: lax.all_gather(x, shared, tiled=True), gathered)
+    sizes = [elements.places.size for elements in chosen]
+    joined = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *chosen)
+    rows = jax.tree.map(lambda row: _rows_of_workers(row, over, shared), joined)
+    gathered, first = [], 0
+    for size in sizes:
+        last = first + size
+        own = jax.tree.map(lambda x, a=first, b=last: x[:, a:b].reshape(-1), rows)
+        gathered.append(own)
+        first = last
     return gathered
+
+
+def _rows_of_workers(row: jax.Array, over: tuple[str, ...], shared: tuple[str, ...]) -> jax.Array:
+    """The rows of all workers, one below the other, filled up with zeros at their ends."""
+    parts = lax.axis_size(shared)
+    unit = parts
+    # Of rows that do not fill tiles, compilers for TPUs make sums of all of them, twice the bytes.
+    if row.size >= parts * ROW_TILE:
+        unit = parts * ROW_TILE
+    own = jnp.pad(row, (0, -row.size % unit))
+    if shared:
+        own = own.reshape(parts, -1)[lax.axis_index(shared)]
+    workers = lax.axis_size(over)
+    rows = lax.all_gather(own, over, tiled=True)
+    if not shared:
+        return rows.reshape(workers, -1)
+    rows = lax.all_gather(rows, shared, tiled=True).reshape(parts, workers, -1)
+    return rows.swapaxes(0, 1).reshape(workers, -1)
 
 
 def _placed(elements: _Elements, shape: tuple[int, ...]) -> jax.Array:

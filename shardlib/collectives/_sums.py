@@ -21,7 +21,7 @@ BUCKET_BYTES = 32 * 2**20
 """How large one collective is about, where that can be chosen."""
 
 _LANES = 128  # the last dim of an array lies in tiles of as many on a TPU
-_ROW_TILE = 1024  # an array of one dim lies in tiles of as many
+ROW_TILE = 1024  # an array of one dim lies in tiles of as many
 _ROWS = 16  # and the dim before it in tiles of as many numbers of 16 bits, or half as many of 32
 
 
@@ -161,7 +161,7 @@ def _gathered(
     row have no such shifts; they are laid out in tiles when all of them are there.
     """
     is_shifted = dim == 0 and x.ndim > 1 and x.shape[0] % _ROWS > 0
-    if not is_shifted or not x.size or x.size % _ROW_TILE > 0:
+    if not is_shifted or not x.size or x.size % ROW_TILE > 0:
         return lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=groups)
     rows = lax.all_gather(x.reshape(-1), axis, tiled=True, axis_index_groups=groups)
     return rows.reshape(-1, *x.shape[1:])
