@@ -12,9 +12,8 @@ device is the server of a part of the parameters. So the gradients of all worker
 exchange of parts, an all-to-all, and what workers go on from comes back in another.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,9 +108,7 @@ def to_server(
     split, whole = _by_split(splits)
     for bucket in buckets(arrays, split, bucket_bytes):
         parts = [_cut(arrays[i], splits[i], lax.axis_size(apart)) for i in bucket]
-        rows = jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
-        rows = lax.all_to_all(rows, apart, 0, 0, tiled=True)
-        for i, columns in zip(bucket, _columns(rows, parts), strict=True):
+        for i, columns in zip(bucket, _exchanged(parts, apart), strict=True):
             arrived[i] = columns
     for bucket in buckets(arrays, whole, bucket_bytes):
         gathered = lax.all_gather([arrays[i] for i in bucket], apart)
@@ -134,9 +131,7 @@ def to_workers(
     split, whole = _by_split(splits)
     for bucket in buckets(arrays, split, bucket_bytes):
         parts = [arrays[i] for i in bucket]
-        rows = jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], axis=1)
-        rows = lax.all_to_all(rows, apart, 0, 0, tiled=True)
-        for i, columns in zip(bucket, _columns(rows, parts), strict=True):
+        for i, columns in zip(bucket, _exchanged(parts, apart), strict=True):
             arrived[i] = _joined(columns, splits[i])
     for i in whole:
         arrived[i] = arrays[i][lax.axis_index(apart)]
@@ -166,8 +161,12 @@ def _joined(parts: jax.Array, split: Split) -> jax.Array:
     return moved.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
 
-def _columns(rows: jax.Array, shapes: Sequence[jax.Array]) -> Iterable[jax.Array]:
-    """The columns of a buffer, as arrays of the shapes of others with as many rows."""
-    widths = [math.prod(x.shape[1:]) for x in shapes]
-    for x, end in zip(shapes, itertools.accumulate(widths), strict=True):
-        yield rows[:, end - math.prod(x.shape[1:]) : end].reshape(x.shape)
+def _exchanged(arrays: Sequence[jax.Array], apart: tuple[str, ...]) -> Iterator[jax.Array]:
+    """Arrays with a row for each worker, each row sent to its worker, all in one collective."""
+    rows = jnp.concatenate([x.reshape(x.shape[0], -1) for x in arrays], axis=1)
+    rows = lax.all_to_all(rows, apart, 0, 0, tiled=True)
+    first = 0
+    for x in arrays:
+        last = first + math.prod(x.shape[1:])
+        yield rows[:, first:last].reshape(x.shape)
+        first = last
