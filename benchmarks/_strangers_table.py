@@ -488,6 +488,10 @@ CALLS: tuple[Call, ...] = (
     fingerprint="'f'"),
     _call("sl.data.Sequences", "tokens", length="8", batch="2", seed="0", documents="'cut'",
     also={"seed": _OPTIONAL}),
+    # LoRA
+    _call("sl.lora.add", "nnx.Linear(8, 8, rngs=nnx.Rngs(0))", "2", alpha="4.0", paths="('.*',)",
+          rngs="nnx.Rngs(0)", also={"alpha": _OPTIONAL, "paths": ("list",)}),
+    _call("sl.lora.merged", "adapted()"),
     # Weights
     _call("sl.weights.Part", "'two'", "0", "2"),
     _call("sl.weights.Rule", "'h.{layers}.w'", "'w'", "'in -> layers in'", "None",
@@ -497,7 +501,7 @@ CALLS: tuple[Call, ...] = (
           file_size="'5GB'", also={"at1": ("any",), "dtype": ("none", "class")}, slow=True),
     _call("sl.weights.open_tensors", "files[0]", also={"at0": ("text",)}),
     _call("sl.weights.load", "files[0]", "{'w': ones(2, 3)}", "names",
-          also={"at0": ("text",), "at1": ("any",)}, slow=True),
+          keep="()", also={"at0": ("text",), "at1": ("any",)}, slow=True),
     # Testing
     _call("sl.testing.mesh_shapes", "('data', 'model')", devices="8", also={"at0": ("list",),
     "devices": _OPTIONAL}),
@@ -633,6 +637,7 @@ def namespace() -> dict[str, Any]:
         "timeline": sl.pipeline.simulate(table),
         "checkpoints": checkpoints,
         "names": names,
+        "adapted": lambda: sl.lora.add(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1)),
         "files": files,
         "tokens": tokens,
         "decoder": sl.planning.Decoder(layers=2, width=64, heads=4, sequence=32, vocab=256),

@@ -67,20 +67,32 @@ class Projection(nnx.Module):
         std: float = STANDARD_DEVIATION,
         rngs: nnx.Rngs,
     ) -> None:
-        self.contracted = len(inputs)
+        self.inputs, self.outputs = len(inputs), len(outputs)
         self.kernel = parameter(normal(std), config, *outputs, *inputs, rngs=rngs)
         self.bias = (
             parameter(nnx.initializers.zeros, config, *outputs, rngs=rngs) if config.bias else None
         )
+        self.adapter: sl.lora.Adapter | None = None  # `sl.lora.add` gives it one
 
     def __call__(self, x: jax.Array, *layouts: Names) -> jax.Array:
         """Multiply over the last dims of `x`, which are the kernel's last too, lay the product out,
         add the bias.
         """
         # In this order: where the product is a sum over devices, the bias belongs to the sum, once.
-        last = tuple(range(-self.contracted, 0))
+        last = tuple(range(-self.inputs, 0))
         product = jnp.tensordot(x, self.kernel[...].astype(x.dtype), (last, last))
-        return self.add_bias(lay_out(product, *layouts))
+        return self.add_bias(self.add_adapter(lay_out(product, *layouts), x, *layouts))
+
+    def add_adapter(self, product: jax.Array, x: jax.Array, *layouts: Names) -> jax.Array:
+        """A product with that of the two thin factors added, where there are these: LoRA's.
+
+        What is between them is small: it is gathered, or summed over devices, in place of `x` or
+        the product.
+        """
+        if self.adapter is None:
+            return product
+        low = lay_out(self.adapter.lowered(x), (*layouts[0][: -self.outputs], None))
+        return product + lay_out(self.adapter.raised(low), *layouts)
 
     def add_bias(self, product: jax.Array) -> jax.Array:
         """A product with the bias added, where there is one."""
@@ -118,7 +130,11 @@ def multiply(
     """The products of `project` without their biases, for what adds these itself."""
     kernels = [projection.kernel[...].astype(x.dtype) for projection, _ in projections]
     outputs = [layout for _, layout in projections]
-    return sl.kernels.projections(x, kernels, names=names, outputs=outputs)
+    products = sl.kernels.projections(x, kernels, names=names, outputs=outputs)
+    return tuple(
+        projection.add_adapter(product, x, layout)
+        for (projection, layout), product in zip(projections, products, strict=True)
+    )
 
 
 def lay_out(x: jax.Array, *layouts: Names) -> jax.Array:

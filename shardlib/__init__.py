@@ -5,6 +5,7 @@ from shardlib import context as context
 from shardlib import data as data
 from shardlib import experts as experts
 from shardlib import kernels as kernels
+from shardlib import lora as lora
 from shardlib import optimizers as optimizers
 from shardlib import pipeline as pipeline
 from shardlib import planning as planning

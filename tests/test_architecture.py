@@ -116,6 +116,7 @@ LAYERS = [
         "_microbatch _remat_advice _report _plan _questions _command _context_costs",
     ),
     ("", "context"),
+    ("lora", "_adapter _add"),
     ("weights", "_tensor_files _table _load _save _command"),
     ("", "__main__ launch"),
     ("testing", "_traces _assert _oracle _compare"),
@@ -146,6 +147,7 @@ ALLOWED = {
     "flax": {
         "layouts._flax_rules",
         *(f"modeling.{name}" for name in ("_flax", "_naming", "_flax_names", "_layers")),
+        *("lora._adapter", "lora._add"),
     },
     "orbax": {"train._checkpoint"},
     "chex": set(),

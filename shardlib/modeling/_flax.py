@@ -84,7 +84,7 @@ def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str,
     graph, *states = nnx.split(model, _filter(trainable), nnx.RngState, ...)
     _check_static(graph)
     # Names are read before the variables become plain arrays, which have none.
-    names = {path: _names_of_variable(variable) for path, variable in nnx_variables(model)}
+    names = {path: names_of_variable(variable) for path, variable in nnx_variables(model)}
     params, streams, rest = map(nnx.to_pure_dict, states)
     return ModelParts(Definition(graph, trainable), params, streams, rest), names
 
@@ -201,7 +201,7 @@ def is_nnx_state(model: Any) -> bool:
 def named_variables(state: nnx.State) -> tuple[dict[str, Names], dict[str, Any]]:
     """The names and the values of the variables of an `nnx.State`, each by path."""
     variables = nnx_variables(state)
-    names = {path: _names_of_variable(variable) for path, variable in variables}
+    names = {path: names_of_variable(variable) for path, variable in variables}
     return names, {path: variable.get_value() for path, variable in variables}
 
 
@@ -323,7 +323,7 @@ def _sharding_of(metadata: Mapping[str, Any]) -> Any:
     return sharding
 
 
-def _names_of_variable(variable: Any) -> Names:
+def names_of_variable(variable: Any) -> Names:
     """The names on an NNX variable.
 
     A spec speaks of mesh axes, and stays a spec; but the entries of a variable with rules of its
@@ -406,7 +406,7 @@ def _names_of_box(leaf: Any) -> Names:
         return tuple(leaf.names)
     if isinstance(leaf, meta.Partitioned):
         return PartitionSpec(*leaf.names)  # Linen's `with_partitioning` speaks of mesh axes
-    return _names_of_variable(leaf)
+    return names_of_variable(leaf)
 
 
 def _default_trainable(tree: Any) -> Callable[[str, Any], bool]:

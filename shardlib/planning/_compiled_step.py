@@ -139,7 +139,7 @@ def kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
             kinds[path] = "inputs"
         elif re.search(r"\b(opt_state|errors|kept)\b", path):
             kinds[path] = "optimizer state"
-        elif re.search(r"\bparams\b", path):
+        elif re.search(r"\b(params|frozen)\b", path):
             kinds[path] = "parameters"
         else:
             kinds[path] = "other state"

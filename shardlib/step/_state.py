@@ -254,10 +254,20 @@ class State:
             parameters = jax.tree.map(to_device, parameters)
         return self.layout.definition.merge(parameters, state.streams, state.rest)
 
+    @property
+    def weights(self) -> Any:
+        """The parameters, trained and frozen, as a tree with layers in the model's own order.
+
+        Where workers have parameters of their own, it has their mean, or what their server has.
+        """
+        parameters = together(self).replaced(opt_state=None, errors={})
+        natural = reordered(parameters, natural=True)
+        return combine(natural.params, natural.frozen)
+
     def with_weights(self, weights: Any) -> "State":
         """The state with these parameters, cast and sharded as its own.
 
-        `weights` is a tree of parameters as `model` has it, of arrays on the host or anywhere.
+        `weights` is a tree like the property `weights`, of arrays on the host or anywhere.
         Assigning to `params` is not the same: under some pipelines layers lie there in another
         order than the model's. Where workers have parameters of their own, all are given these;
         what their optimizers have gathered stays, so do it right after a meeting.

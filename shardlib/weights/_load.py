@@ -1,6 +1,7 @@
 """From files to parameters: a tensor at a time, and each device what it is to have of it."""
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardlib._tree import map_named, named_leaves
+from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.step._state import State, combine
 from shardlib.weights._table import Rule, Table, rules_by_path
@@ -23,7 +25,13 @@ Loaded = TypeVar("Loaded")
 Index = tuple[slice, ...]
 
 
-def load(source: str | Path | TensorFiles, like: Loaded, table: Table) -> Loaded:
+def load(
+    source: str | Path | TensorFiles,
+    like: Loaded,
+    table: Table,
+    *,
+    keep: tuple[str, ...] = (),
+) -> Loaded:
     """Parameters from files, with the shapes, the dtypes and the shardings of others.
 
     Tensors are read one after the other, and each device is sent its part, so that the host has
@@ -34,6 +42,8 @@ def load(source: str | Path | TensorFiles, like: Loaded, table: Table) -> Loaded
         like: a state, of which the parameters are replaced; or a tree of arrays, or of their shapes
             and shardings.
         table: which tensors make up which parameters.
+        keep: patterns that match the whole path of parameters which stay as they are: a new head,
+            or the factors of LoRA, `(lora.PARAMETERS,)`. The table has no rules for them.
 
     >>> import tempfile, shardlib as sl
     >>> folder, tree = tempfile.mkdtemp(), {"kernel": jnp.arange(6.0).reshape(2, 3)}
@@ -44,20 +54,39 @@ def load(source: str | Path | TensorFiles, like: Loaded, table: Table) -> Loaded
     """
     files = source if isinstance(source, TensorFiles) else open_tensors(source)
     if isinstance(like, State):
-        loaded = load(files, combine(like.params, like.frozen), table)
+        # What is kept is taken in the order in which the model has its layers.
+        parameters = like.weights if keep else combine(like.params, like.frozen)
+        loaded = load(files, parameters, table, keep=keep)
         state: Any = like.with_weights(loaded)
         return state
-    leaves = dict(named_leaves(like))
+    leaves = _without_kept(dict(named_leaves(like)), keep)
     rules = rules_by_path(OP, table, leaves)
     for path, leaf in leaves.items():
         _check_leaf(path, leaf)
     _check_tensors(files, table, rules, leaves)
 
     def loaded_leaf(path: str, leaf: Any) -> jax.Array:
+        if path not in leaves:
+            return leaf
         sizes = table.sizes_of(rules[path], leaf.shape)
         return _Parameter(files, rules[path], sizes, leaf).loaded()
 
     return map_named(loaded_leaf, like)
+
+
+def _without_kept(leaves: Mapping[str, Any], keep: tuple[str, ...]) -> dict[str, Any]:
+    """The leaves that no pattern matches; each pattern must match one."""
+    check.patterns(OP, "keep", keep)
+    kept: set[str] = set()
+    for pattern in keep:
+        matched = [path for path in leaves if re.fullmatch(pattern, path)]
+        if not matched:
+            raise ValueError(
+                f"`load(keep=...)`: the pattern `{pattern}` matches no parameter. The paths are: "
+                f"{', '.join(leaves)}."
+            )
+        kept.update(matched)
+    return {path: leaf for path, leaf in leaves.items() if path not in kept}
 
 
 def _check_leaf(path: str, leaf: Any) -> None:

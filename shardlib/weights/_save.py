@@ -14,8 +14,8 @@ from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._host import to_device
-from shardlib.step._layer_order import reordered
-from shardlib.step._state import State, combine, together
+from shardlib.modeling._flax import is_nnx, take_apart
+from shardlib.step._state import State
 from shardlib.weights._table import Rule, Table, rules_by_path
 from shardlib.weights._tensor_files import DTYPES, INDEX, SINGLE, is_floating
 
@@ -56,7 +56,7 @@ def save(
 
     Args:
         folder: is made if it is not there. One file, or several and an index, are written into it.
-        parameters: a state, or a tree of arrays.
+        parameters: a state, a Flax NNX model, or a tree of arrays.
         table: which tensors make up which parameters.
         dtype: of the tensors, such as `"bfloat16"`; by default that of the parameters.
         file_size: how large a file is at most, unless it has one tensor.
@@ -73,7 +73,9 @@ def save(
     takes = 'the bytes of a file: a number, or text such as `"5GB"`'
     most = check.size(OP, "file_size", file_size, takes)
     if isinstance(parameters, State):
-        parameters = _of_model(parameters)
+        parameters = parameters.weights
+    elif is_nnx(parameters):
+        parameters = take_apart(parameters)[0].params
     leaves = dict(named_leaves(parameters))
     tensors = _tensors(table, rules_by_path(OP, table, leaves), leaves, dtype)
     groups = _by_file(tensors, most)
@@ -113,12 +115,6 @@ def _files_of_models(folder: Path) -> list[Path]:
     """The files in a folder that have the names of a model's."""
     single = [file for file in (folder / INDEX, folder / SINGLE) if file.is_file()]
     return [*single, *folder.glob("model-?????-of-?????.safetensors")]
-
-
-def _of_model(state: State) -> Any:
-    """The parameters of a state, with layers in the order of the model."""
-    natural = reordered(together(state).replaced(opt_state=None, errors={}), natural=True)
-    return combine(natural.params, natural.frozen)
 
 
 def _tensors(

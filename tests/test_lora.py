@@ -1,0 +1,274 @@
+"""Thin factors beside kernels: what they compute, what learns, what is sent, and what they become."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from machines import mesh_on
+
+import shardlib as sl
+from models import gpt, hub
+from shardlib import lora
+from shardlib._tree import named_leaves
+from shardlib.weights import load, save
+
+CONFIG = gpt.GPTConfig(
+    layers=4,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    context=16,
+    vocab=64,
+    norm="rms",
+    positions="rotary",
+    mlp="swiglu",
+    bias=False,
+    tied=False,
+    query_key_norm=True,
+)
+RULES = sl.rules.data | sl.rules.tensor
+ATTENTION = (".*/attention/(query|value)",)
+
+
+def batch(seed=0):
+    return {"tokens": np.random.default_rng(seed).integers(0, 64, (16, 17))}
+
+
+def make(config=CONFIG, rank=4, **options):
+    def model():
+        return lora.add(gpt.GPT(config, rngs=nnx.Rngs(0)), rank, rngs=nnx.Rngs(1), **options)
+
+    return model
+
+
+def factors(model):
+    return [one for _, one in nnx.iter_modules(model) if isinstance(one, lora.Adapter)]
+
+
+def drawn_up(model):
+    """A model whose factors add something."""
+    for number, one in enumerate(factors(model)):
+        one.up.set_value(jax.random.normal(jax.random.key(number), one.up.shape) / 8)
+    return model
+
+
+@pytest.mark.parametrize("alpha", [None, 6.0])
+def test_a_layer_adds_two_small_products(alpha):
+    layer = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (3, 6))
+    before = layer(x)
+    layer = lora.add(layer, 2, alpha=alpha, rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(layer(x), before)
+    layer = drawn_up(layer)
+    down, up = layer.adapter.down[...], layer.adapter.up[...]
+    expected = before + (1 if alpha is None else 3) * x @ down.T @ up.T
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-6)
+
+
+LAYERS = {
+    "linear": lambda: (nnx.Linear(16, 5, rngs=nnx.Rngs(0)), (3, 4, 16)),
+    "several dims": lambda: (
+        nnx.LinearGeneral((4, 4), (2, 3), axis=(-2, -1), rngs=nnx.Rngs(0)),
+        (3, 4, 4),
+    ),
+    "attention": lambda: (
+        nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0)),
+        (3, 4, 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_of_flax_are_the_same_once_factors_are_in_their_kernels(kind):
+    layer, shape = LAYERS[kind]()
+    plain, kinds = nnx.state(layer), [type(one) for _, one in nnx.iter_modules(layer)]
+    adapted = drawn_up(lora.add(layer, 2, rngs=nnx.Rngs(1)))
+    assert len(factors(adapted)) == (4 if kind == "attention" else 1)
+    x = jax.random.normal(jax.random.key(1), shape)
+    whole = lora.merged(adapted)
+    np.testing.assert_allclose(whole(x), adapted(x), rtol=1e-5, atol=1e-5)
+    assert jax.tree.structure(nnx.state(whole)) == jax.tree.structure(plain)
+    assert [type(one) for _, one in nnx.iter_modules(whole)] == kinds
+    assert factors(adapted), "the given model stays as it is"
+
+
+def test_a_model_begins_as_it_was_and_only_factors_learn():
+    plain = gpt.GPT(CONFIG, rngs=nnx.Rngs(0))
+    strategy = sl.Strategy(
+        mesh="data=4,model=2", rules=RULES, zero=sl.Zero(3, small=0), frozen=lora.FROZEN
+    )
+    state = sl.init(make(), optax.adam(1e-2), strategy)
+    tokens = batch()["tokens"][:, :-1]
+    logits = jax.jit(lambda model, tokens: model(tokens))
+    with strategy.scope():
+        np.testing.assert_allclose(logits(state.model, tokens), logits(plain, tokens), atol=1e-5)
+    step = sl.train_step(gpt.loss, strategy)
+    begun = jax.device_get(state.frozen)
+    for seed in range(2):
+        state, _ = step(state, batch(seed))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), begun)
+    learning = [path for path, _ in named_leaves(state.params)]
+    assert len(learning) == 14 and all(re.fullmatch(lora.PARAMETERS, path) for path in learning)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(state.params))
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert len(moments) == 2 * 14
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("mesh", ["data=8,model=1", "data=2,model=4", "pod=2,data=2,model=2"])
+def test_every_mesh_learns_what_one_device_learns(mesh, zero):
+    axes = ("pod", "data") if "pod" in mesh else "data"
+    rules = sl.rules.data | sl.rules.tensor_sequence | sl.AxisRules(batch=axes, kv_heads=None)
+    rules |= sl.AxisRules(act_kv_heads=None)
+    strategy = sl.Strategy(
+        mesh=mesh, rules=rules, zero=sl.Zero(zero, small=0), accumulate=2, frozen=lora.FROZEN
+    )
+    one = sl.make_mesh("data=1", devices=jax.devices()[:1])
+    alone = sl.Strategy(mesh=one, rules=sl.rules.data, frozen=lora.FROZEN)
+    expected = trained(alone)
+    found = trained(strategy)
+    for (path, x), (_, y) in zip(
+        named_leaves(found.params), named_leaves(expected.params), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5, err_msg=path)
+        if zero:
+            assert not x.sharding.is_fully_replicated, path
+
+
+def trained(strategy, **options):
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0, momentum=0.9))
+    state = sl.init(make(**options), optimizer, strategy)
+    step = sl.train_step(gpt.loss, strategy)
+    for seed in range(3):
+        state, _ = step(state, batch(seed))
+    return state
+
+
+PLATFORMS = [
+    "cpu",
+    pytest.param("v5e:2x4", marks=pytest.mark.tpu_compiler),
+    pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
+]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_only_factors_are_summed_and_no_gradient_of_a_kernel_is_taken(platform):
+    config = gpt.GPTConfig(
+        layers=2, width=256, heads=4, context=128, vocab=512, positions="rotary", bias=False
+    )
+    plans, states = {}, {}
+    for kind in ("whole", "factors"):
+        made = (
+            make(config, rank=4) if kind == "factors" else lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
+        )
+        strategy = sl.Strategy(
+            mesh=mesh_on(platform, "data=8"),
+            rules=sl.rules.data,
+            frozen=lora.FROZEN if kind == "factors" else (),
+        )
+        states[kind] = sl.init(made, optax.adam(1e-3), strategy, abstract=True)
+        tokens = {"tokens": jax.ShapeDtypeStruct((8, 129), "int32")}
+        plans[kind] = sl.plan(sl.train_step(gpt.loss, strategy), states[kind], tokens)
+    params = states["factors"].params
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    summed = sum(one.total_bytes for one in plans["factors"].collectives if one.sent_bytes > 1024)
+    assert 2 * 7 / 8 * size <= summed <= 1.02 * 2 * 7 / 8 * size
+    # Of a product forward, one for its input and one for its kernel, the last is not there.
+    ratio = plans["factors"].flops.total / plans["whole"].flops.total
+    assert 2 / 3 < ratio < 0.75
+
+
+def test_weights_are_loaded_beside_factors_and_saved_with_them(tmp_path):
+    table = hub.table(CONFIG)
+    published = gpt.GPT(CONFIG, rngs=nnx.Rngs(5))
+    save(tmp_path / "published", published, table)
+    schedule = sl.pipeline.Interleaved(2, 4, chunks=2)
+    strategies = [
+        sl.Strategy(
+            mesh="data=4,model=2", rules=RULES, zero=sl.Zero(3, small=0), frozen=lora.FROZEN
+        ),
+        sl.Strategy(
+            mesh="stage=2,data=4",
+            rules=sl.rules.data | sl.rules.pipeline,
+            pipeline=schedule,
+            frozen=lora.FROZEN,
+        ),
+    ]
+    for number, strategy in enumerate(strategies):
+        state = sl.init(make(), optax.adam(1e-2), strategy)
+        drawn = jax.device_get(state.params)
+        state = load(tmp_path / "published", state, table, keep=(lora.PARAMETERS,))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), drawn)
+        step = sl.train_step(gpt.loss, strategy)
+        for seed in range(2):
+            state, _ = step(state, batch(seed))
+        whole = lora.merged(state.model)
+        save(tmp_path / f"tuned{number}", whole, table)
+        again = load(tmp_path / f"tuned{number}", published_like(), table)
+        tokens = batch()["tokens"][:, :-1]
+        logits = jax.jit(lambda model, tokens: model(tokens))
+        with strategy.scope():
+            expected = logits(state.model, tokens)
+        model = nnx.merge(nnx.graphdef(published), again)
+        with sl.unsharded():
+            found, before = logits(model, tokens), logits(published, tokens)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        assert np.abs(found - before).max() > 1e-3
+
+
+def published_like():
+    return nnx.to_pure_dict(nnx.state(gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), nnx.Param))
+
+
+def test_kernels_of_few_bits_have_factors_of_many():
+    layer = nnx.Linear(6, 5, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = drawn_up(lora.add(layer, 2, rngs=nnx.Rngs(1)))
+    assert layer.adapter.down.dtype == layer.adapter.up.dtype == jnp.float32
+    assert layer(jnp.ones((2, 6), jnp.bfloat16)).dtype == jnp.bfloat16
+    assert lora.merged(layer).kernel.dtype == jnp.bfloat16
+
+
+def two(layer):
+    return lora.add(layer, 2, rngs=nnx.Rngs(1))
+
+
+BAD = {
+    "no model": (lambda: two({"kernel": jnp.ones((4, 4))}), "Flax NNX model"),
+    "no layer": (lambda: two(nnx.LayerNorm(4, rngs=nnx.Rngs(0))), "no layer that can have factors"),
+    "rank": (
+        lambda: lora.add(nnx.Linear(3, 5, rngs=nnx.Rngs(0)), 4, rngs=nnx.Rngs(1)),
+        "has a kernel of rank 3 at most",
+    ),
+    "no rank": (lambda: lora.add(nnx.Linear(3, 5, rngs=nnx.Rngs(0)), 0, rngs=nnx.Rngs(1)), "rank"),
+    "paths": (
+        lambda: make(paths=("blocks/attention/queries",))(),
+        "matches no layer.*blocks/attention/key",
+    ),
+    "twice": (lambda: two(two(nnx.Linear(3, 5, rngs=nnx.Rngs(0)))), "has factors already"),
+    "merged twice": (
+        lambda: lora.merged(nnx.Linear(3, 5, rngs=nnx.Rngs(0))),
+        "no layer with factors",
+    ),
+    "axis": (
+        lambda: two(nnx.LinearGeneral(4, 5, axis=0, rngs=nnx.Rngs(0))),
+        "not the last dims",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_have_factors_is_refused(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_what_is_to_be_kept_must_be_there(tmp_path):
+    table = hub.table(CONFIG)
+    save(tmp_path, gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), table)
+    with pytest.raises(ValueError, match="matches no parameter"):
+        load(tmp_path, published_like(), table, keep=(lora.PARAMETERS,))
