@@ -29,7 +29,7 @@ LAYERS = [
     ),
     (
         "data",
-        "_packages _checks _blocks _alphabet _tokenizer _corpus _documents _files _tokens _seals",
+        "_packages _checks _blocks _alphabet _tokenizer _chat _corpus _documents _files _tokens _seals",
     ),
     ("data", "_progress _claim _build _store _sequences"),
     ("layouts", "_specs _rules"),

@@ -65,7 +65,8 @@ TEXTS = ["To be, or not to be", "Whether 'tis nobler", "ünïcödé ✓\r\nand a
 def read(files, **choices):
     corpus = Corpus(files, **choices)
     reading = Reading()
-    return list(read_documents(find_files(corpus), corpus, reading)), reading
+    documents = read_documents(find_files(corpus), corpus, reading)
+    return [document.text for document in documents], reading
 
 
 def write_records(path, records):

@@ -2,6 +2,7 @@
 share.
 """
 
+from shardlib.data._chat import Chat as Chat
 from shardlib.data._corpus import Corpus as Corpus
 from shardlib.data._corpus import Skipped as Skipped
 from shardlib.data._sequences import Reader as Reader

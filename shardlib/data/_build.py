@@ -24,6 +24,7 @@ import numpy as np
 
 from shardlib._text import human_bytes
 from shardlib.data._blocks import BLOCK_BYTES, Digests
+from shardlib.data._chat import Chat, Document, Encoded, encode_documents
 from shardlib.data._corpus import Corpus, Reading, Source
 from shardlib.data._documents import read_documents
 from shardlib.data._files import left_out
@@ -63,6 +64,8 @@ def build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
     if content:
         tokenizer_sha256 = hashlib.sha256(content).hexdigest()
     tokenizer = stored_tokenizer(corpus, folder, tokenizer_sha256)
+    if isinstance(corpus.chat, Chat):
+        corpus.chat.check(tokenizer, corpus.tokenizer)
     builder = _Builder(corpus, sources, folder, tokenizer)
     try:
         builder.write_tokens()
@@ -120,35 +123,36 @@ class _Builder:
         documents = read_documents(self.sources, self.corpus, self.reading)
         # The files of both parts are open while documents are read, and closed by the stack.
         with _progress("reading", self.sources) as progress, contextlib.ExitStack() as stack:
+            has_switches = self.corpus.chat is not None
             train, held_out = [
-                _Part(stack, self.folder, name, self.dtype, self.tokenizer) for name in PARTS
+                _Part(stack, self.folder, name, self.dtype, self.tokenizer, has_switches)
+                for name in PARTS
             ]
-            for texts in _batches(documents):
-                self._append(texts, train, held_out)
+            for batch in _batches(documents):
+                self._append(batch, train, held_out)
                 progress.at(self.reading.bytes)
             _check(self.corpus, self.sources, self.reading, train, held_out)
             for name, part in zip(PARTS, (train, held_out), strict=True):
                 part.finish()
                 self.described[name] = part.description()
 
-    def _append(self, texts: list[str], train: "_Part", held_out: "_Part") -> None:
+    def _append(self, batch: list[Document], train: "_Part", held_out: "_Part") -> None:
         """Encode a batch of documents, and write each to its part.
 
         Args:
-            texts: the documents.
+            batch: the documents.
             train: the part for those to learn from.
             held_out: the part for those kept for evaluation, chosen by the hash of their text.
         """
-        # Together, since the tokenizer encodes texts in several threads.
-        encoded = self.tokenizer.encode_batch(texts)
-        documents: dict[bool, list[np.ndarray]] = {False: [], True: []}
+        encoded = encode_documents(self.tokenizer, batch)
+        documents: dict[bool, list[Encoded]] = {False: [], True: []}
         sizes = {False: 0, True: 0}
-        for text, ids in zip(texts, encoded, strict=True):
-            raw = text.encode()
+        for document, one in zip(batch, encoded, strict=True):
+            raw = document.text.encode()
             side = _is_held_out(raw, self.corpus.held_out)
-            documents[side].append(ids)
+            documents[side].append(one)
             sizes[side] += len(raw)
-            self._count_unknown(ids)
+            self._count_unknown(one.ids)
         train.append(documents[False], sizes[False])
         held_out.append(documents[True], sizes[True])
 
@@ -236,8 +240,8 @@ def _sample(corpus: Corpus, sources: tuple[Source, ...]) -> list[bytes]:
     chosen: list[tuple[int, int, bytes]] = []
     reading, total = Reading(), 0
     with _progress("choosing from", sources) as progress:
-        for number, text in enumerate(read_documents(sources, corpus, reading)):
-            raw = text.encode()
+        for number, document in enumerate(read_documents(sources, corpus, reading)):
+            raw = document.text.encode()
             if not _is_held_out(raw, corpus.held_out):
                 part = raw[:_LEARN_BYTES]
                 # The number breaks ties between documents of one text.
@@ -253,22 +257,32 @@ class _Part:
     """One part of a store, `train` or `held_out`, while it is written.
 
     It has three files: the ids of all documents, where in them each document ends, and a digest of
-    each block of the ids.
+    each block of the ids; of conversations a fourth, where tokens begin to be learned, and end.
     """
 
     def __init__(
-        self, stack: contextlib.ExitStack, folder: Path, name: str, dtype: str, tokenizer: Tokenizer
+        self,
+        stack: contextlib.ExitStack,
+        folder: Path,
+        name: str,
+        dtype: str,
+        tokenizer: Tokenizer,
+        has_switches: bool,
     ) -> None:
         # "x" makes new files, and so never writes through a link that another put there.
         self.ids = stack.enter_context((folder / f"{name}.ids").open("xb"))
         self.ends = stack.enter_context((folder / f"{name}.ends").open("xb"))
         self.crc32 = stack.enter_context((folder / f"{name}.crc32").open("xb"))
+        self.switches: Any = None
+        if has_switches:
+            self.switches = stack.enter_context((folder / f"{name}.switches").open("xb"))
+        self.is_learning = False
         self.dtype, self.vocab = dtype, tokenizer.vocab
         self.end = np.array([tokenizer.end], dtype)
         self.tokens = self.documents = self.bytes = 0
         self.hash, self.digests = hashlib.blake2b(digest_size=16), Digests()
 
-    def append(self, documents: list[np.ndarray], size_bytes: int) -> None:
+    def append(self, documents: list[Encoded], size_bytes: int) -> None:
         """Write the ids of some documents, whose texts have so many bytes in all.
 
         Each is followed by the token that ends documents. Ids beyond the vocabulary are refused:
@@ -276,10 +290,12 @@ class _Part:
         """
         if not documents:
             return
-        pieces, lengths = [], []
-        for ids in documents:
-            pieces += [ids, self.end]
-            lengths.append(len(ids) + 1)
+        pieces, lengths, learned = [], [], []
+        for document in documents:
+            pieces += [document.ids, self.end]
+            lengths.append(len(document.ids) + 1)
+            # The end of a document is learned with the last that is said in it.
+            learned += [document.learned, document.learned[-1:]]
         # Before ids are cut to the dtype in which they are stored, each must be in the vocabulary.
         joined = np.concatenate(pieces)
         highest = int(joined.max())
@@ -293,15 +309,26 @@ class _Part:
         self.digests.update(stored.data)
         _write(self.ids, stored)
         _write(self.ends, self.tokens + np.cumsum(lengths, dtype="<i8"))
+        if self.switches is not None:
+            self._write_switches(np.concatenate(learned))
         self.tokens += len(stored)
         self.documents += len(documents)
         self.bytes += size_bytes
 
+    def _write_switches(self, learned: np.ndarray) -> None:
+        """Write where tokens begin to be learned, and end, of those that come next."""
+        before = np.concatenate([[self.is_learning], learned[:-1]])
+        self.is_learning = bool(learned[-1])
+        switches = (self.tokens + np.flatnonzero(learned != before)).astype("<i8")
+        self.hash.update(switches.data)
+        _write(self.switches, switches)
+
     def finish(self) -> None:
         """Write the digests, and have all of it on disk."""
         _write(self.crc32, self.digests.finish())
-        for file in (self.ids, self.ends, self.crc32):
-            _to_disk(file)
+        for file in (self.ids, self.ends, self.crc32, self.switches):
+            if file is not None:
+                _to_disk(file)
 
     def description(self) -> dict[str, Any]:
         """What the description of the store says of this part."""
@@ -325,13 +352,13 @@ def _to_disk(file: Any) -> None:
     os.fsync(file.fileno())
 
 
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     """Documents in lists, each large enough that encoding it keeps all threads busy."""
-    batch: list[str] = []
+    batch: list[Document] = []
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += len(document)
+        characters += len(document.text)
         if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shardlib.data._chat import CHATS, Chat
 from shardlib.data._checks import path_text, shown, text_or_none, whole_number
 from shardlib.data._tokenizer import learned_size, tokenizer_name
 
@@ -59,6 +60,11 @@ class Corpus:
     their content only, so that it never changes as the corpus grows, and no document is on both
     sides.
 
+    With `chat` records are conversations, of JSON lines, JSON in ArrayRecord, or Parquet: lists of
+    messages, under `field` or the usual names, or pairs such as `prompt` and `completion`. It says
+    how turns are written, a `Chat` or the name of a known one, such as `"chatml"`, and what is
+    learned of them: what the assistant says.
+
     `bad` says what happens to a record that is not what the format says: `"stop"`, or `"skip"` and
     report.
 
@@ -79,12 +85,14 @@ class Corpus:
     held_out: float = 0.01
     bad: Literal["stop", "skip"] = "stop"
     unknown: str | None = None
+    chat: Chat | str | None = None
 
     def __post_init__(self) -> None:
         # The fields of a frozen dataclass are set by `object`.
         object.__setattr__(self, "files", _checked_files(self.files))
         _check_choice("format", self.format, get_args(Format))
         _check_choice("bad", self.bad, ("stop", "skip"))
+        object.__setattr__(self, "chat", _chat(self.chat))
         for name in ("field", "separator", "end", "unknown"):
             text_or_none(f"Corpus({name}=...)", getattr(self, name))
         object.__setattr__(
@@ -109,6 +117,18 @@ def _is_share(value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return 0 <= value < 1
+
+
+def _chat(value: Any) -> Chat | None:
+    """The format of conversations, which may be given by its name."""
+    if value is None or isinstance(value, Chat):
+        return value
+    if isinstance(value, str) and value in CHATS:
+        return CHATS[value]
+    raise ValueError(
+        f"`Corpus(chat={shown(value)})` is a `Chat(...)`, or the name of a known one, "
+        f"{' or '.join(map(repr, CHATS))}{nearest(value, CHATS)}"
+    )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

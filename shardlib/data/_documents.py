@@ -2,8 +2,8 @@
 
     file -> records, each with its number -> parse -> document
 
-Every document is a `str` that UTF-8 can hold. A record that is none is *bad*: named by file and
-position, it stops the reading, or is counted and passed over, as the corpus says.
+Every document is a text that UTF-8 can hold, whole or in pieces. A record that is none is *bad*:
+named by file and position, it stops the reading, or is counted and passed over, as the corpus says.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from shardlib._text import human_bytes
+from shardlib.data._chat import KEYS, Chat, Document, Piece, messages_of
 from shardlib.data._checks import listed
 from shardlib.data._corpus import Corpus, Reading, Skipped, Source
 from shardlib.data._packages import package
@@ -57,7 +58,9 @@ class _Format:
     parse: Callable[[Any, str | None], str]
 
 
-def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading) -> Iterator[str]:
+def read_documents(
+    sources: tuple[Source, ...], corpus: Corpus, reading: Reading
+) -> Iterator[Document]:
     """The documents of files, in order, each of at least one character.
 
     `reading` says how far it is, and is kept up to date on the way.
@@ -73,7 +76,7 @@ def read_documents(sources: tuple[Source, ...], corpus: Corpus, reading: Reading
         reading.position = lambda: 0.0
 
 
-def _documents_of(source: Source, corpus: Corpus, reading: Reading) -> Iterator[str]:
+def _documents_of(source: Source, corpus: Corpus, reading: Reading) -> Iterator[Document]:
     """The documents of one file; bad records stop it or are counted, empty documents are counted.
 
     A file without records is refused, as is one that grows.
@@ -89,13 +92,13 @@ def _documents_of(source: Source, corpus: Corpus, reading: Reading) -> Iterator[
                 "that stays as it is."
             )
         try:
-            text = _parsed(file_format, raw, corpus)
+            document = _parsed(file_format, raw, corpus)
         except (_BadRecordError, UnicodeError) as error:
             place = f"{file_format.unit} {_place(error, number, file_format.unit)}"
             _pass_over(source, corpus, reading, place, _reason(error))
             continue
-        if text:
-            yield text
+        if document.text:
+            yield document
         else:
             reading.empty += 1
     # A text file without content is an empty document, or none.
@@ -106,14 +109,28 @@ def _documents_of(source: Source, corpus: Corpus, reading: Reading) -> Iterator[
         )
 
 
-def _parsed(file_format: _Format, raw: Any, corpus: Corpus) -> str:
-    """The text of a record; raises what is wrong with one that is bad."""
+def _parsed(file_format: _Format, raw: Any, corpus: Corpus) -> Document:
+    """The document of a record; raises what is wrong with one that is bad."""
     if isinstance(raw, _BadRecordError):
         raise raw
-    text = file_format.parse(raw, corpus.field)
+    if isinstance(corpus.chat, Chat):
+        document = _conversation(raw, corpus.chat, corpus.field)
+    else:
+        document = Document((Piece(file_format.parse(raw, corpus.field)),))
     # JSON may spell what UTF-8 cannot hold.
-    text.encode()
-    return text
+    document.text.encode()
+    return document
+
+
+def _conversation(raw: Any, chat: Chat, key: str | None) -> Document:
+    """The document of a conversation, a JSON object or one that is read already."""
+    record = raw if isinstance(raw, dict) else _json_object(raw)
+    try:
+        return chat.document(messages_of(record, key))
+    except UnicodeError:
+        raise
+    except ValueError as error:
+        raise _BadRecordError(str(error)) from error
 
 
 def _pass_over(source: Source, corpus: Corpus, reading: Reading, place: str, reason: str) -> None:
@@ -287,6 +304,9 @@ def _rows(source: Source, corpus: Corpus, reading: Reading) -> Iterator[Numbered
     column = corpus.field or "text"
     try:
         with parquet.ParquetFile(source.path, page_checksum_verification=True) as file:
+            if corpus.chat:
+                yield from _conversations(source, file, corpus.field, reading)
+                return
             text_type = _text_type(arrow, source, file.schema_arrow, column)
             number, total = 0, max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
@@ -300,6 +320,25 @@ def _rows(source: Source, corpus: Corpus, reading: Reading) -> Iterator[Numbered
                 reading.position = lambda done=number: source.size * done / total
     except arrow.ArrowException as error:
         raise ValueError(f"`{source.path}` cannot be read as Parquet: {error}") from error
+
+
+def _conversations(
+    source: Source, file: Any, field: str | None, reading: Reading
+) -> Iterator[Numbered]:
+    """The rows of a Parquet file, each as a record of those columns that make a conversation."""
+    columns = [name for name in file.schema_arrow.names if name in ([field] if field else KEYS)]
+    if not columns:
+        raise ValueError(
+            f"`{source.path}` has no column of a conversation; it has "
+            f"{listed(file.schema_arrow.names)}. Say which one holds the messages: `Corpus(..., "
+            "field=...)`."
+        )
+    number, total = 0, max(file.metadata.num_rows, 1)
+    for batch in file.iter_batches(batch_size=_ROWS, columns=columns):
+        for record in batch.to_pylist():
+            yield number, record
+            number += 1
+        reading.position = lambda done=number: source.size * done / total
 
 
 def _text_type(arrow: Any, source: Source, schema: Any, column: str) -> Any:
@@ -397,16 +436,22 @@ def _utf8(raw: Any, key: str | None) -> str:
     return raw.decode()
 
 
-def _json(raw: Any, key: str | None) -> str:
-    """The text under a key of a record that is a JSON object."""
-    text = _utf8(raw, key)
+def _json_object(raw: Any) -> dict[str, Any]:
+    """A record that is a JSON object."""
+    text = _utf8(raw, None)
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _BadRecordError(f"not JSON ({error})") from error
-    key = key or "text"
     if not isinstance(record, dict):
         raise _BadRecordError(f"{_json_kind(record)}, where a JSON object was expected")
+    return record
+
+
+def _json(raw: Any, key: str | None) -> str:
+    """The text under a key of a record that is a JSON object."""
+    record = _json_object(raw)
+    key = key or "text"
     if key not in record:
         raise _BadRecordError(f"no key `{key[:80]}`; there is {listed(record) or 'none'}")
     if not isinstance(record[key], str):

@@ -57,6 +57,11 @@ def _check_options(corpus: Corpus, formats: set[str]) -> None:
             f"and `{corpus.files}` are {' and '.join(sorted(formats))}. Leave it out."
         )
     # A corpus may have both kinds of files, and the field is for those that have one.
+    if corpus.chat and "text" in formats:
+        raise ValueError(
+            f"`Corpus(chat=...)` reads conversations, and `{corpus.files}` are text. Give them as "
+            'JSON lines, such as `{"prompt": ..., "completion": ...}`, or leave `chat` out.'
+        )
     if corpus.field and formats == {"text"}:
         raise ValueError(
             f"`field={shown(corpus.field)}`: text files have no fields, and `{corpus.files}` are "

@@ -35,6 +35,8 @@ def sealed_names(corpus: Corpus) -> list[str]:
     names = ["meta.json"]
     for part in PARTS:
         names += [f"{part}.crc32", f"{part}.ends"]
+        if corpus.chat:
+            names.append(f"{part}.switches")
     # Other tokenizers are files of the user's own.
     if learned_size(corpus.tokenizer) is not None:
         names.append("tokenizer.json")

@@ -54,7 +54,7 @@ class Sequences:
 
     `segments` number the documents within an example, -1 is padding. `mask` is 1 for the targets
     that count: those in the same document as the token before them, since nothing of it tells how
-    the next document begins.
+    the next document begins; of conversations, those of what is learned.
 
     >>> examples["segments"]
     array([[0, 0, 0, 0, 1],
@@ -225,6 +225,9 @@ class Sequences:
         segments_RS = _segments(self.tokens.ends, starts, stops, self.length + 1)
         # A target counts if it is in the same document as the token before it.
         mask_RS = segments_RS[:, 1:] == segments_RS[:, :-1]
+        if self.tokens.switches is not None:
+            targets_RS = starts[:, None] + np.arange(1, self.length + 1)
+            mask_RS &= self.tokens.are_learned(targets_RS)
         sizes = stops - starts
         if (sizes <= self.length).any():
             padding_RS = np.arange(self.length + 1) >= sizes[:, None]

@@ -1,7 +1,8 @@
 """Documents as tokens on disk: made once, memory-mapped ever after.
 
 A store is a folder. For each of its parts, `train` and `held_out`, there are the tokens of all
-documents one after the other, each document ended by the end token, and where each document ends.
+documents one after the other, each document ended by the end token, and where each document ends;
+of conversations also `switches`, where tokens begin to be learned, and end.
 Whatever changes the tokens is in the folder's name: the files with their sizes and times, the
 tokenizer's content, the choices of the `Corpus`. So a store is never out of date; it is there, or
 it is built.
@@ -136,6 +137,8 @@ def _key(corpus: Corpus, sources: tuple[Source, ...]) -> str:
     choices = asdict(corpus)
     # The files are in the key by what was found, and not by how they were named.
     del choices["files"], choices["format"]
+    if corpus.chat is None:
+        del choices["chat"]
     # 0 and 0.0 are the same share, and different texts in JSON.
     choices["held_out"] = float(corpus.held_out)
     if tokenizer:
@@ -177,7 +180,7 @@ def _read(folder: Path, corpus: Corpus) -> Prepared | str:
         size_now = path.stat().st_size
         if size_now != size:
             return f"`{path.name}` has {size_now} of {size} bytes"
-        parts.append(_part(folder, name, description))
+        parts.append(_part(folder, name, description, has_switches=bool(corpus.chat)))
     train, held_out = parts
     damage = _suspected_damage(folder, train, held_out)
     if damage:
@@ -197,12 +200,20 @@ def _read(folder: Path, corpus: Corpus) -> Prepared | str:
     )
 
 
-def _part(folder: Path, name: str, description: dict[str, Any]) -> Tokens:
+def _part(folder: Path, name: str, description: dict[str, Any], has_switches: bool) -> Tokens:
     """One part of a store, memory-mapped; its blocks are checked when they are read."""
     digests = np.fromfile(folder / f"{name}.crc32", "<u4")
     ids = CheckedArray(folder / f"{name}.ids", description["dtype"], digests)
     ends = _mapped(folder / f"{name}.ends", "<i8")
-    return Tokens(ids, ends, description["vocab"], description["end"], **description[name])
+    switches = _mapped(folder / f"{name}.switches", "<i8") if has_switches else None
+    return Tokens(
+        ids,
+        ends,
+        description["vocab"],
+        description["end"],
+        switches=switches,
+        **description[name],
+    )
 
 
 def _suspected_damage(folder: Path, *parts: Tokens) -> str:

@@ -48,6 +48,10 @@ class Tokenizer(Protocol):
         """The ids of each text, without any that mark its begin or end."""
         ...
 
+    def encode_marker(self, text: str) -> np.ndarray:
+        """The ids of a text in which special tokens are what they read."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, as far as there is one: a model's samples may end within a character."""
         ...
@@ -70,6 +74,10 @@ class Bytes:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The bytes of each text."""
         return [np.frombuffer(raw, np.uint8) for raw in _encoded(texts)]
+
+    def encode_marker(self, text: str) -> np.ndarray:
+        """The bytes of a text; there are no special tokens."""
+        return self.encode_batch([text])[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text whose UTF-8 the ids are, with a mark for each part that is none."""
@@ -102,6 +110,23 @@ class HuggingFace:
             for number, ids in zip(numbers, self._encode(pieces), strict=True):
                 encoded[number].append(ids)
         return [np.concatenate(parts) for parts in encoded]
+
+    def encode_marker(self, text: str) -> np.ndarray:
+        """The ids of a text in which special tokens are what they read."""
+        special = {}
+        for number, token in self.inner.get_added_tokens_decoder().items():
+            special[token.content] = number
+        if not special:
+            return self.encode_batch([text])[0]
+        # Longer ones first, since one may begin with another.
+        names = sorted(map(re.escape, special), key=len, reverse=True)
+        parts: list[np.ndarray] = []
+        for part in re.split(f"({'|'.join(names)})", text):
+            if part in special:
+                parts.append(np.array([special[part]], np.uint32))
+            elif part:
+                parts += self.encode_batch([part])
+        return np.concatenate([np.empty(0, np.uint32), *parts])
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         if self.alphabet is not None:

@@ -31,8 +31,9 @@ class Tokens:
     """Documents, one after the other, as ids below `vocab`; each is ended by the id `end`.
 
     `ids` are all tokens, `ends[k]` is where document k ends and the next begins; both may be
-    memory-mapped. `bytes` is the size of the documents' text in UTF-8, `fingerprint` a hash of all
-    tokens.
+    memory-mapped. Where not all tokens are learned, `switches` are where this changes: the tokens
+    from the first to the second are learned, those from there to the third are not. `bytes` is the
+    size of the documents' text in UTF-8, `fingerprint` a hash of all tokens.
 
     The `ids` of a store are read as an array is, by numbers, slices and `np.asarray`; what is read
     is checked against its digest first.
@@ -51,6 +52,7 @@ class Tokens:
     end: int
     bytes: int
     fingerprint: str = ""
+    switches: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         _check_whole_numbers("ids", self.ids, np.ndarray | CheckedArray)
@@ -66,6 +68,39 @@ class Tokens:
                 "document has its end token at least, and the last is the number of tokens, "
                 f"{len(self.ids)}; got {shown(self.ends)}."
             )
+
+        if self.switches is not None:
+            self._check_switches(self.switches)
+
+    def _check_switches(self, switches: np.ndarray) -> None:
+        """Refuse switches that do not rise, or lie beyond the tokens."""
+        _check_whole_numbers("switches", switches, np.ndarray)
+        rises = bool((switches[1:] > switches[:-1]).all())
+        if len(switches) and not (rises and switches[0] >= 0 and switches[-1] <= len(self.ids)):
+            raise ValueError(
+                "`Tokens(switches=...)` are where tokens begin to be learned, and end: each beyond "
+                f"the one before, from 0 to {len(self.ids)}; got {shown(switches)}."
+            )
+
+    @property
+    def learned(self) -> int:
+        """How many of the tokens are learned."""
+        if self.switches is None:
+            return len(self)
+        bounds = np.append(self.switches, len(self)) if len(self.switches) % 2 else self.switches
+        return int((bounds[1::2] - bounds[::2]).sum())
+
+    def are_learned(self, positions: np.ndarray) -> np.ndarray:
+        """Whether the tokens at these positions are learned.
+
+        >>> tokens = Tokens(np.zeros(6, np.uint16), np.array([6]), 10, 0, 5,
+        ...     switches=np.array([1, 3]))
+        >>> tokens.are_learned(np.arange(6)).tolist()
+        [False, True, True, False, False, False]
+        """
+        if self.switches is None:
+            return np.ones(np.shape(positions), bool)
+        return np.searchsorted(self.switches, positions, side="right") % 2 == 1
 
     def _ends_fit(self) -> bool:
         """Whether each document ends beyond the one before, and the last one with the tokens."""
@@ -101,6 +136,11 @@ class Tokens:
         if nats is None or isinstance(loss, str | bytes | bool):
             raise ValueError(
                 f"`bits_per_byte(loss={shown(loss)})` is a mean loss in nats per token, a number."
+            )
+        if self.switches is not None:
+            raise ValueError(
+                f"Of {self} only {self.learned:,} are learned, and the size of their text is not "
+                "known: a loss of conversations has no bits per byte."
             )
         # Of empty documents there are tokens, those that end them, and no text.
         if not self.bytes:
@@ -215,6 +255,10 @@ class Prepared:
             notes.append(f"tokenizer learned from {documents} ({size})")
         if self.unknown:
             notes.append(f"{self.unknown:,} tokens stand for characters that the tokenizer lacks")
+        for name, part in (("train", self.train), ("held out", self.held_out)):
+            if part.switches is not None:
+                share = part.learned / max(len(part), 1)
+                notes.append(f"{part.learned:,} tokens of {name} are learned, {share:.0%}")
         if self.empty:
             notes.append(f"{_counted(self.empty, 'empty document')} left out")
         if self.left_out:
