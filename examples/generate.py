@@ -11,7 +11,6 @@ The texts go to the standard output, and how long they took to the standard erro
 """
 
 import argparse
-import dataclasses
 import difflib
 import functools
 import math
@@ -29,7 +28,8 @@ from jax.experimental import multihost_utils
 
 import shardlib as sl
 import shardlib.data
-from examples.run import Run, override, recorded
+from examples.run import Run, recorded
+from examples.start import restored, to_read
 from models import decoding, gpt, sampling
 
 SEPARATOR = "\n" + "-" * 20 + "\n"  # between the texts of several prompts
@@ -45,14 +45,15 @@ def main(arguments: list[str]) -> None:
     jax.config.update("jax_compilation_cache_dir", str(programs))
     try:
         chosen = sampling.Sampling(asked.temperature, asked.top_k, asked.top_p)
-        strategy = _strategy(run, asked)
+        strategy = to_read(run, asked.mesh, asked.rules)
         with sl.Checkpoints(folder / "checkpoints") as checkpoints:
             about = _about(checkpoints, asked.step)
             tokenizer = _tokenizer(run, about)
             prompts = _encoded(tokenizer, asked.prompt or [run.prompt], run)
             tokens = _room(prompts, asked.tokens, run.model)
-            model, step = _restored(checkpoints, run, strategy, asked.step)
-        written, seconds = _written(model, strategy, prompts, tokens, tokenizer, chosen, asked)
+        model, step = restored(folder, strategy, asked.step)
+        end = run.end(tokenizer)
+        written, seconds = _written(model, strategy, prompts, tokens, end, chosen, asked)
     except ValueError as error:
         raise SystemExit(str(error)) from error
     if jax.process_index():
@@ -60,8 +61,10 @@ def main(arguments: list[str]) -> None:
     texts = []
     for prompt, row in zip(prompts, written, strict=False):
         row = row.tolist()
-        kept = row[: row.index(tokenizer.end)] if tokenizer.end in row else row
-        texts.append(tokenizer.decode([*prompt, *kept]))
+        kept = row[: row.index(end)] if end in row else row
+        # Of a conversation only the answer is shown.
+        shown = kept if run.data.chat else [*prompt, *kept]
+        texts.append(tokenizer.decode(shown))
     print(SEPARATOR.join(texts))
     made = len(prompts) * tokens
     sys.stderr.write(
@@ -102,24 +105,6 @@ def _run_of(folder: Path) -> Run:
     return recorded(folder / "run.json")
 
 
-def _strategy(run: Run, asked: argparse.Namespace) -> sl.Strategy:
-    """How the machine holds the model: the run's mesh and rules, or those that are asked for."""
-    changes = []
-    for name in ("mesh", "rules"):
-        if getattr(asked, name) is not None:
-            changes += [f"--{name}", getattr(asked, name)]
-    # What trains is left out. The optimizer's state is read along, and split for that.
-    strategy = override(dataclasses.replace(run.strategy, dcn="", pipeline=None), changes)
-    return dataclasses.replace(
-        strategy,
-        rules=decoding.rules(strategy.rules),
-        zero=sl.Zero(1, small=0),
-        accumulate=1,
-        offload=None,
-        remat="none",
-    )
-
-
 def _about(checkpoints: sl.Checkpoints, step: int | None) -> Any:
     """What the run said of itself in the checkpoint of this step, or in the newest."""
     steps = checkpoints.steps()
@@ -150,8 +135,8 @@ def _tokenizer(run: Run, about: Any) -> shardlib.data.Tokenizer:
 def _encoded(tokenizer: shardlib.data.Tokenizer, prompts: list[str], run: Run) -> list[list[int]]:
     """The tokens of prompts. A text from nothing begins with what ends the document before it."""
     encoded = []
-    for ids in tokenizer.encode_batch(prompts):
-        encoded.append(ids.tolist() or [tokenizer.end])
+    for prompt in prompts:
+        encoded.append(run.prompt_ids(tokenizer, prompt).tolist() or [tokenizer.end])
     largest = max(max(ids) for ids in encoded)
     if largest >= run.model.vocab:
         raise SystemExit(
@@ -173,25 +158,12 @@ def _room(prompts: list[list[int]], tokens: int | None, config: gpt.GPTConfig) -
     return min(room, 200) if tokens is None else tokens
 
 
-def _restored(
-    checkpoints: sl.Checkpoints, run: Run, strategy: sl.Strategy, step: int | None
-) -> tuple[Any, int]:
-    """The model of a checkpoint, laid out by the strategy, and the checkpoint's step."""
-    # Kernels are chosen where the model runs now.
-    config = dataclasses.replace(run.model, attention=None, kernels="xla")
-    make = dataclasses.replace(run, model=config).make_model
-    optimizer = run.optimizer.make(run.loop.steps)
-    like = sl.init(make, optimizer, strategy, seed=run.seed, abstract=True)
-    restored = checkpoints.restore(like, step=step)
-    return restored.state.model, restored.step
-
-
 def _written(
     model: Any,
     strategy: sl.Strategy,
     prompts: list[list[int]],
     tokens: int,
-    tokenizer: shardlib.data.Tokenizer,
+    end: int,
     chosen: sampling.Sampling,
     asked: argparse.Namespace,
 ) -> tuple[np.ndarray, float]:
@@ -201,8 +173,8 @@ def _written(
     rows = [prompts[number % len(prompts)] for number in range(-(-len(prompts) // parts) * parts)]
     tokens_BS, padding_B = decoding.pad(rows)
     padding = padding_B if padding_B.any() else None
-    end = tokenizer.end if tokenizer.end < model.config.vocab else None
-    options = {"tokens": tokens, "sampling": chosen, "end": end, "chunk": asked.chunk}
+    known_end = end if end < model.config.vocab else None
+    options = {"tokens": tokens, "sampling": chosen, "end": known_end, "chunk": asked.chunk}
     generate: Any = jax.jit(functools.partial(sampling.generate, **options))
     key = jax.random.key(asked.seed)
     with strategy.scope():

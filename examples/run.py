@@ -26,7 +26,7 @@ from flax import nnx
 
 import shardlib as sl
 import shardlib.data
-from models import gpt
+from models import gpt, hub
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -193,6 +193,25 @@ def _kernels(params: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """Thin factors beside the kernels of layers, which learn in place of all else.
+
+    - `rank`: of the factors; 0 is none, and all parameters learn.
+    - `alpha`: what the factors add is times `alpha / rank`; none: once.
+    - `paths`: patterns of the layers that have some, `blocks/attention/(query|value)`.
+    """
+
+    rank: int = 0
+    alpha: float | None = None
+    paths: tuple[str, ...] = (".*",)
+
+    def __post_init__(self) -> None:
+        _check_whole(self, "rank", least=0, most=2**16)
+        if self.alpha is not None:
+            _check_number(self, "alpha", above=0)
+
+
+@dataclass(frozen=True)
 class Run:
     """A run: a model, what it reads, how it learns, and the machine it runs on.
 
@@ -209,6 +228,8 @@ class Run:
     - `folder`, `cache`: where the run, and the tokens of its data, are kept.
     - `tensorboard`: whether to write curves for TensorBoard too.
     - `prompt`: what the sample at the end begins with; none is written where it is empty.
+    - `start`: a folder whose weights the run begins with: of a published model, or of a run.
+    - `lora`: factors that learn in place of all parameters.
     """
 
     name: str
@@ -225,12 +246,14 @@ class Run:
     cache: str = ""
     tensorboard: bool = False
     prompt: str = ""
+    start: str = ""
+    lora: LoRA = LoRA()
 
     def __post_init__(self) -> None:
         for name in ("batch", "evaluation_batches"):
             _check_whole(self, name, least=1, most=2**26)
         _check_whole(self, "seed", least=0, most=2**63 - 1)
-        for name in ("name", "folder", "cache", "prompt"):
+        for name in ("name", "folder", "cache", "prompt", "start"):
             value = getattr(self, name)
             if not isinstance(value, str) or (name == "name" and not value):
                 raise ValueError(f"`Run({name}={_short(value)})`: text.")
@@ -251,7 +274,27 @@ class Run:
 
     def make_model(self) -> gpt.GPT:
         """The model as it is before the first step."""
-        return gpt.GPT(self.model, rngs=nnx.Rngs(self.seed))
+        model = hub.model(self.model, nnx.Rngs(self.seed))
+        if not self.lora.rank:
+            return model
+        rngs = nnx.Rngs(self.seed + 1)
+        options = {"alpha": self.lora.alpha, "paths": self.lora.paths}
+        return sl.lora.add(model, self.lora.rank, rngs=rngs, **options)
+
+    @property
+    def step_strategy(self) -> sl.Strategy:
+        """The strategy of the step: beside factors that learn, all else is frozen."""
+        if not self.lora.rank or self.strategy.frozen:
+            return self.strategy
+        return dataclasses.replace(self.strategy, frozen=sl.lora.FROZEN)
+
+    def prompt_ids(self, tokenizer: shardlib.data.Tokenizer, text: str) -> np.ndarray:
+        """The tokens of a prompt: of conversations, a message of the user, and then the assistant's
+        turn.
+        """
+        if isinstance(self.data.chat, shardlib.data.Chat):
+            return self.data.chat.prompt_ids(tokenizer, [("user", text)])
+        return tokenizer.encode_batch([text])[0]
 
     def loss(
         self, model: gpt.GPT, batch: dict[str, jax.Array], rng: jax.Array | None
@@ -259,6 +302,13 @@ class Run:
         """The loss of a batch of sequences."""
         seen = {"tokens", "mask"} if self.across_documents else {"tokens", "mask", "segments"}
         return gpt.loss(model, {name: array for name, array in batch.items() if name in seen}, rng)
+
+    def end(self, tokenizer: shardlib.data.Tokenizer) -> int:
+        """The token that ends a text: of conversations, what ends a turn."""
+        end = None
+        if isinstance(self.data.chat, shardlib.data.Chat):
+            end = self.data.chat.end_of_turn(tokenizer)
+        return tokenizer.end if end is None else end
 
     def planned(
         self, target: sl.Target, mesh: str = "", dcn: str = ""
@@ -275,7 +325,7 @@ class Run:
                 else ",".join(f"{axis}={size}" for axis, size in own.shape.items())
             )
             dcn = dcn or self.strategy.dcn
-        strategy = dataclasses.replace(self.strategy, mesh=target.mesh(mesh, dcn=dcn), dcn="")
+        strategy = dataclasses.replace(self.step_strategy, mesh=target.mesh(mesh, dcn=dcn), dcn="")
         optimizer = self.optimizer.make(self.loop.steps)
         state = sl.init(self.make_model, optimizer, strategy, seed=self.seed, abstract=True)
         ids, targets = (self.batch, self.model.context + 1), (self.batch, self.model.context)
@@ -319,7 +369,7 @@ def from_command_line(arguments: Sequence[str]) -> Run:
         raise SystemExit(0 if arguments else 2)
     run = _named(arguments[0])
     if {"-h", "--help"} & set(arguments[1:]):
-        print(_help(run))
+        show_help(run)
         raise SystemExit(0)
     try:
         return override(run, arguments[1:])
@@ -603,12 +653,24 @@ def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         whole = isinstance(
-            inner, sl.AxisRules | sl.Precision | sl.Remat | sl.Offload | sl.Zero | sl.Exchange
+            inner,
+            sl.AxisRules
+            | sl.Precision
+            | sl.Remat
+            | sl.Offload
+            | sl.Zero
+            | sl.Exchange
+            | shardlib.data.Chat,
         ) or field.name in ("pipeline", "remat")
         if dataclasses.is_dataclass(inner) and not whole:
             yield from _fields(inner, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, inner
+
+
+def show_help(run: Run) -> None:
+    """Print the fields of a run."""
+    print(_help(run))
 
 
 def _help(run: Run) -> str:
@@ -639,7 +701,15 @@ def _said(kind: type) -> dict[str, str]:
 _TYPES: dict[str, Any] = {
     **{
         kind.__name__: kind
-        for kind in (sl.AxisRules, sl.Zero, sl.Precision, sl.Remat, sl.Offload, sl.Exact)
+        for kind in (
+            sl.AxisRules,
+            sl.Zero,
+            sl.Precision,
+            sl.Remat,
+            sl.Offload,
+            sl.Exact,
+            shardlib.data.Chat,
+        )
     },
     # What else blocks may keep: `Remat` makes these.
     **{

@@ -17,6 +17,7 @@ import json
 import math
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,22 @@ from jax.experimental import multihost_utils
 import shardlib as sl
 import shardlib.data
 from examples.run import MAY_CHANGE, OF_TEXTS, Run, from_command_line, recorded
+from examples.start import started
 from models import decoding, sampling
 
 
 def main(arguments: list[str]) -> None:
-    """One run, from the command line to a sample of what was learned."""
-    run = from_command_line(arguments)
+    """One run of the command line."""
+    train(from_command_line(arguments), arguments[0])
+
+
+def train(run: Run, named: str = "") -> None:
+    """One run, from its data to a sample of what was learned.
+
+    Args:
+        run: what is trained, on what.
+        named: how the command line calls it.
+    """
     sl.initialize_distributed()
     jax.config.update(
         "jax_compilation_cache_dir", str(shardlib.data.cache_folder(run.cache or None) / "programs")
@@ -55,14 +66,19 @@ def main(arguments: list[str]) -> None:
         "held out": prepared.held_out.fingerprint,
     }
     check_folder(run, about)
-    check_texts(arguments[0], run, about)
+    check_texts(named, run, about)
     sequences = partial(shardlib.data.Sequences, length=run.model.context, batch=run.batch)
-    train = sequences(prepared.train, seed=run.seed)
+    if run.data.chat:
+        sequences.keywords["documents"] = "whole"
+    read = sequences(prepared.train, seed=run.seed)
     held_out = partial(sequences, prepared.held_out, seed=0)
 
-    strategy, steps = run.strategy, run.loop.steps
+    strategy, steps = run.step_strategy, run.loop.steps
     say(sl.describe_mesh(strategy.device_mesh), "\n")
     state = sl.init(run.make_model, run.optimizer.make(steps), strategy, seed=run.seed)
+    if run.start and not has_begun(run):
+        state = started(run, state)
+        say(f"The run begins with the weights of {run.start}.\n")
     step = sl.train_step(run.loss, strategy)
     measure = sl.evaluation(
         lambda model, batch, rng: run.loss(nnx.view(model, deterministic=True), batch, None),
@@ -71,9 +87,11 @@ def main(arguments: list[str]) -> None:
 
     def evaluate(state: sl.State) -> dict[str, float]:
         nats = measure(state, held_out(), at_most=run.evaluation_batches)["loss"]
+        if run.data.chat:
+            return {"loss": nats}
         return {"loss": nats, "bits_per_byte": prepared.held_out.bits_per_byte(nats)}
 
-    measured = len(prepared.held_out) > run.model.context
+    measured = len(prepared.held_out) > (0 if run.data.chat else run.model.context)
     if not measured and run.data.held_out:
         say(
             f"Nothing is measured: of {len(prepared.held_out)} held-out tokens no sequence of "
@@ -89,7 +107,7 @@ def main(arguments: list[str]) -> None:
         flops_per_unit=run.model.training_flops_per_token,
     )
     state = sl.fit(
-        step, state, sl.batches(train, strategy), run.loop,
+        step, state, sl.batches(read, strategy), run.loop,
         folder=run.home,
         evaluate=evaluate if measured else None,
         records=records,
@@ -120,13 +138,17 @@ def check(run: Run) -> None:
         )
 
 
+def has_begun(run: Run) -> bool:
+    """Whether the folder of a run has checkpoints to go on from."""
+    checkpoints = (run.home / "checkpoints").glob("*")
+    written = (run.home / "run.json").exists()
+    return written and any(one.name.isdecimal() for one in checkpoints)
+
+
 def check_folder(run: Run, now: dict[str, str]) -> None:
     """See that the folder holds no other run than this, and that its data has not changed."""
     path = run.home / "run.json"
-    begun = path.exists() and any(
-        one.name.isdecimal() for one in (run.home / "checkpoints").glob("*")
-    )
-    before = json.loads(path.read_text()) if begun else now
+    before = json.loads(path.read_text()) if has_begun(run) else now
     unread = set(OF_TEXTS) - now.keys()
     other = [
         name
@@ -171,7 +193,7 @@ def check_tokens(run: Run, prepared: shardlib.data.Prepared) -> None:
             f"`model.vocab` is {run.model.vocab}: `--model.vocab {prepared.train.vocab}`."
         )
     try:
-        size = len(prepared.tokenizer.encode_batch([run.prompt])[0])
+        size = len(run.prompt_ids(prepared.tokenizer, run.prompt))
     except ValueError as error:
         raise SystemExit(f"`--prompt`: {error}") from None
     if size >= run.model.context:
@@ -183,21 +205,25 @@ def check_tokens(run: Run, prepared: shardlib.data.Prepared) -> None:
 
 def sample(state: sl.State, run: Run, tokenizer: shardlib.data.Tokenizer, length: int = 200) -> str:
     """What the model writes after the prompt, on the mesh that it was trained on."""
-    strategy = run.strategy
+    strategy = run.step_strategy
     # Each draws its own.
     rows = math.prod(strategy.device_mesh.shape[axis] for axis in strategy.batch_axes)
-    prompt = tokenizer.encode_batch([run.prompt])[0]
+    prompt = run.prompt_ids(tokenizer, run.prompt)
     length = min(length, run.model.context - len(prompt))
+    end = run.end(tokenizer)
+    known_end = end if end < run.model.vocab else None
     prompts, key = jnp.array([prompt] * rows), jax.random.key(run.seed)
     with sl.use(decoding.rules(strategy.rules), strategy.device_mesh):
         written = sampling.generate(
-            state.model, prompts, length, key, sampling.Sampling(temperature=0.7)
+            state.model, prompts, length, key, sampling.Sampling(temperature=0.7), end=known_end
         )
-    row = multihost_utils.process_allgather(written, tiled=True)[0]
-    return tokenizer.decode([*prompt.tolist(), *row.tolist()])
+    row = multihost_utils.process_allgather(written, tiled=True)[0].tolist()
+    row = row[: row.index(end)] if end in row else row
+    return tokenizer.decode([*prompt.tolist(), *row])
 
 
-if __name__ == "__main__":
+def interrupted(main: Callable[[list[str]], None]) -> None:
+    """Run a program on the command line's arguments; where it is stopped, say how it goes on."""
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:
@@ -206,3 +232,7 @@ if __name__ == "__main__":
             "there is none.\n"
         )
         raise SystemExit(128 + signal.SIGINT) from None
+
+
+if __name__ == "__main__":
+    interrupted(main)

@@ -77,6 +77,89 @@ def config(folder: str | Path, **changes: Any) -> gpt.GPTConfig:
         raise ValueError(f"{file} has no `{error.args[0]}`.") from error
 
 
+def description(config: gpt.GPTConfig) -> dict[str, Any]:
+    """What a `config.json` says of a model, as transformers reads it, and `config` above."""
+    kind = _kind_of(config)
+    said: dict[str, Any] = {"model_type": kind, "architectures": [_CLASSES[kind]]}
+    if kind == "gpt2":
+        return said | {
+            "n_layer": config.layers,
+            "n_embd": config.width,
+            "n_head": config.heads,
+            "n_inner": config.hidden,
+            "n_positions": config.context,
+            "vocab_size": config.vocab,
+            "layer_norm_epsilon": config.norm_epsilon,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": config.tied,
+        }
+    said |= {
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.width,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.dims["kv_heads"],
+        "head_dim": config.dims["head_dim"],
+        "intermediate_size": config.dims["mlp"],
+        "max_position_embeddings": config.context,
+        "vocab_size": config.vocab,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    if not isinstance(config, moe.MoEConfig):
+        return said
+    experts = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
+    said |= {
+        experts: config.experts,
+        "num_experts_per_tok": config.router.choices,
+        "router_aux_loss_coef": config.balance,
+    }
+    if kind == "qwen3_moe":
+        hidden = config.expert_hidden or config.dims["mlp"]
+        said |= {"moe_intermediate_size": hidden, "norm_topk_prob": True}
+    return said
+
+
+def _kind_of(config: gpt.GPTConfig) -> str:
+    """The type of a model by its name among those that are published."""
+    sparse = isinstance(config, moe.MoEConfig)
+    is_gpt2 = config.positions == "learned" and config.norm == "layer" and config.mlp == "gelu"
+    if is_gpt2 and not sparse and config.bias and config.norm_first and not config.query_key_norm:
+        return "gpt2"
+    is_llama = config.positions == "rotary" and config.norm == "rms" and config.mlp == "swiglu"
+    if is_llama and not config.bias and config.norm_first and config.latent is None:
+        if not sparse:
+            return "qwen3" if config.query_key_norm else "llama"
+        if isinstance(config, moe.MoEConfig) and _is_mixtral(config):
+            return "qwen3_moe" if config.query_key_norm else "mixtral"
+    raise ValueError(
+        f"No published model has the layers of {config}: known are GPT-2's, and those of Llama, "
+        "Qwen 3 and Mixtral, with all that they have."
+    )
+
+
+def _is_mixtral(config: moe.MoEConfig) -> bool:
+    """Whether a model has experts as Mixtral has them: alike in all blocks, and nothing beside."""
+    plain = moe.MoEConfig(1, 2, 1, 1, 1)
+    same = ("every", "shared_experts", "dense_layers", "balance_bias", "z")
+    router = config.router
+    if not isinstance(router, sl.experts.TopK) or router != sl.experts.TopK(router.choices):
+        return False
+    return all(getattr(config, field) == getattr(plain, field) for field in same)
+
+
+def end_token(folder: str | Path) -> str | None:
+    """The token that ends a document, by the `tokenizer_config.json` in a folder, if it says so."""
+    file = Path(folder) / "tokenizer_config.json"
+    if not file.exists():
+        return None
+    token = json.loads(file.read_text()).get("eos_token")
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def model(config: gpt.GPTConfig, rngs: nnx.Rngs) -> gpt.GPT:
     """A new model of a configuration."""
     if isinstance(config, moe.MoEConfig):
@@ -198,6 +281,13 @@ def _check(said: Mapping[str, Any], field: str, *known: Any) -> None:
         )
 
 
+_CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 _CONFIGS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], gpt.GPTConfig]] = {
     "gpt2": _of_gpt2,
     "llama": _of_llama,

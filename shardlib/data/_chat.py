@@ -151,6 +151,15 @@ class Chat:
         pieces.append(self._opening(role))
         return Document(tuple(piece for piece in pieces if piece.text))
 
+    def prompt_ids(self, tokenizer: Tokenizer, messages: Sequence[tuple[str, str]]) -> np.ndarray:
+        """The tokens of a conversation up to where the assistant begins to speak."""
+        return encode_documents(tokenizer, [self.prompt(messages)])[0].ids
+
+    def end_of_turn(self, tokenizer: Tokenizer) -> int | None:
+        """The token that ends a turn; None if a turn does not end in one token."""
+        ids = tokenizer.encode_marker(self.after)
+        return int(ids[0]) if len(ids) == 1 else None
+
     def _opening(self, role: str) -> Piece:
         """What stands before a message."""
         written = dict(self.roles).get(role)

@@ -1,0 +1,103 @@
+"""Fine-tune a model: one that is published, or one that `train_lm.py` has trained.
+
+    # Conversations, in JSON lines, teach the assistant's part; by default through LoRA:
+    python examples/finetune.py Llama-3.2-1B chats.jsonl --data.chat llama3
+    python examples/finetune.py runs/tiny chats.jsonl --data.chat plain
+
+    # Plain text, and all parameters; the fields of a run are those of `train_lm.py`:
+    python examples/finetune.py Qwen3-0.6B "*.txt" --lora.rank 0 --optimizer.learning_rate 1e-5
+
+The first is a folder: with a `config.json`, safetensors and a `tokenizer.json`, or of a run. The
+same command continues a run that was stopped. `generate.py` reads what was learned, and `export.py`
+gives it to others.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+# The models live beside the examples, in a clone.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import shardlib as sl
+from examples.run import AdamW, LoRA, Run, override, recorded, show_help
+from examples.train_lm import interrupted, train
+from models import hub
+from shardlib.data import Corpus, prepare
+
+CONTEXT = 2048  # at most, unless `--model.context` says otherwise: long ones take much memory
+
+
+def main(arguments: list[str]) -> None:
+    """A run that begins with the weights of others."""
+    if len(arguments) < 2 or arguments[0].startswith("-"):
+        print(__doc__)
+        raise SystemExit(0 if {"-h", "--help"} & set(arguments) else 2)
+    start, files, *changes = arguments
+    run = tuned(start, files)
+    if {"-h", "--help"} & set(changes):
+        show_help(run)
+        return
+    try:
+        run = override(run, changes)
+    except ValueError as error:
+        raise SystemExit(f"{error}\n`{start} {files} --help` lists the fields.") from error
+    train(run)
+
+
+def tuned(start: str, files: str) -> Run:
+    """The run that fine-tunes the model in a folder on some files."""
+    folder = Path(start).expanduser()
+    name = f"{folder.resolve().name}-tuned"
+    if (folder / "run.json").exists():
+        before = recorded(folder / "run.json")
+        model, strategy, cache = before.model, before.strategy, before.cache
+        data = Corpus(files, tokenizer=tokenizer_of(before), end=before.data.end)
+    elif (folder / "config.json").exists():
+        model, data = _published(folder, files)
+        strategy, cache = sl.Strategy(mesh="data=-1", rules=sl.rules.data, zero=3), ""
+    else:
+        raise SystemExit(
+            f"`{start}` is no folder to start from: it has neither a `config.json`, as published "
+            "models have, nor a `run.json`, as runs of `train_lm.py` have."
+        )
+    return Run(
+        name=name,
+        model=model,
+        data=data,
+        batch=8,
+        optimizer=AdamW(learning_rate=2e-4, warmup=20, weight_decay=0.0),
+        strategy=dataclasses.replace(strategy, clip=1.0, nonfinite="skip", remat="full"),
+        loop=sl.Loop(steps=500, evaluate_every=100, save_every=100),
+        cache=cache,
+        start=start,
+        lora=LoRA(rank=16),
+    )
+
+
+def tokenizer_of(run: Run) -> str:
+    """The tokenizer of a run; one that it has learned is a file beside its tokens."""
+    if not run.data.tokenizer.startswith("bpe:"):
+        return run.data.tokenizer
+    return str(prepare(run.data, run.cache or None).folder / "tokenizer.json")
+
+
+def _published(folder: Path, files: str) -> tuple[hub.gpt.GPTConfig, Corpus]:
+    """The configuration of a published model, and what it is to read, by its own tokenizer."""
+    try:
+        model = hub.config(folder)
+        if model.positions == "rotary" and model.context > CONTEXT:
+            model = hub.config(folder, context=CONTEXT)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.exists():
+        raise SystemExit(
+            f"`{folder}` has no `tokenizer.json`, by which the model reads. Take it from where the "
+            "model was published."
+        )
+    return model, Corpus(files, tokenizer=str(tokenizer), end=hub.end_token(folder))
+
+
+if __name__ == "__main__":
+    interrupted(main)

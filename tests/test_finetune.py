@@ -1,0 +1,221 @@
+"""`finetune.py`, `generate.py` and `export.py` as a user starts them, one after the other."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+
+import shardlib as sl
+from examples import export, finetune, generate
+from examples.run import recorded
+from models import gpt, hub, moe
+from shardlib._tree import named_leaves
+
+pytest.importorskip("orbax.checkpoint")
+pytest.importorskip("tokenizers")
+ROOT = Path(__file__).parent.parent
+CONFIG = gpt.GPTConfig(
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    hidden=48,
+    context=64,
+    vocab=260,
+    norm="rms",
+    positions="rotary",
+    mlp="swiglu",
+    bias=False,
+    tied=False,
+)
+FIELDS = (
+    "--data.chat plain --lora.rank 2 --optimizer.warmup 1 --optimizer.learning_rate 0.01 "
+    "--loop.save_every 2 --loop.evaluate_every 2 --evaluation_batches 1 --data.held_out 0.1"
+)
+
+
+def published(folder, config=CONFIG):
+    """A folder as those have that publish models."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder.mkdir()
+    sl.weights.save(folder, gpt.GPT(config, rngs=nnx.Rngs(3)), hub.table(config))
+    (folder / "config.json").write_text(json.dumps(hub.description(config)))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<s>", "<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    return folder
+
+
+def chats(folder):
+    """Sums, as conversations."""
+    pairs = [(number % 7, number // 7) for number in range(70)]
+    lines = [json.dumps({"prompt": f"{a} + {b}?", "completion": str(a + b)}) for a, b in pairs]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    return folder / "chats.jsonl"
+
+
+def tune(start, files, where, *more):
+    command = [sys.executable, "examples/finetune.py", str(start), str(files), *FIELDS.split()]
+    places = ["--folder", str(where), "--cache", str(where.parent / "cache")]
+    done = subprocess.run([*command, *places, *more], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def weights(folder):
+    files = sl.weights.open_tensors(folder)
+    return {name: files.read(name) for name in files.tensors}
+
+
+@pytest.fixture
+def no_cache():
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.long
+def test_a_published_model_is_tuned_stopped_continued_asked_and_exported(
+    tmp_path, capsys, no_cache
+):
+    start, files = published(tmp_path / "small"), chats(tmp_path)
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    said = tune(start, files, straight, "--loop.steps", "6")
+    assert "The run begins with the weights of" in said and "tokens of train are learned" in said
+    # As if it had been killed after step 4.
+    shutil.copytree(straight, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "6")
+    tune(start, files, stopped, "--loop.steps", "6")
+    for source in (straight, stopped):
+        export.main([str(source), str(tmp_path / f"{source.name}-out")])
+    tuned = weights(tmp_path / "straight-out")
+    for name, tensor in weights(tmp_path / "stopped-out").items():
+        np.testing.assert_array_equal(tensor, tuned[name], err_msg=name)
+    before = weights(start)
+    assert tuned.keys() == before.keys()
+    changed = {name for name in tuned if not np.array_equal(tuned[name], before[name])}
+    kernels = {name for name in tuned if "_proj." in name}
+    assert changed == kernels
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "straight-out" / name).read_text() == (start / name).read_text()
+    capsys.readouterr()
+    generate.main([str(straight), "--prompt", "1 + 2?", "--tokens", "4"])
+    answer = capsys.readouterr().out
+    assert "user" not in answer and "+" not in answer.partition("\n")[0][:1]
+
+
+@pytest.mark.long
+def test_a_run_of_ours_is_tuned_whole_and_exported(tmp_path, capsys, no_cache):
+    files = chats(tmp_path)
+    small = "--model.layers 1 --model.width 32 --model.hidden 48 --model.context 64 --batch 8"
+    train = [sys.executable, "examples/train_lm.py", "tiny", *small.split(), "--prompt", ""]
+    options = ["--data.files", str(ROOT / "shardlib/data"), "--data.tokenizer", "bpe:280"]
+    places = ["--folder", str(tmp_path / "first"), "--cache", str(tmp_path / "cache")]
+    loop = ["--loop.steps", "4", "--optimizer.warmup", "1", "--model.vocab", "280"]
+    subprocess.run([*train, *options, *places, *loop], cwd=ROOT, check=True, capture_output=True)
+    second = tmp_path / "second"
+    tune(tmp_path / "first", files, second, "--loop.steps", "2", "--lora.rank", "0")
+    export.main([str(tmp_path / "first"), str(tmp_path / "one")])
+    export.main([str(second), str(tmp_path / "two"), "--dtype", "bfloat16"])
+    of = recorded(second / "run.json").model
+    read = hub.config(tmp_path / "two")
+    assert hub.description(read) == hub.description(of)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(tensor.dtype.name == "bfloat16" for tensor in two.values())
+    for name in one:
+        near = np.abs(one[name].astype("f") - two[name].astype("f")).max()
+        assert 0 < near < 0.1, name
+
+
+DESCRIBED = {
+    "gpt2": gpt.tiny(),
+    "llama": CONFIG,
+    "qwen3": gpt.GPTConfig(
+        2,
+        32,
+        4,
+        64,
+        96,
+        norm="rms",
+        positions="rotary",
+        mlp="swiglu",
+        bias=False,
+        query_key_norm=True,
+    ),
+    "mixtral": moe.MoEConfig(
+        2, 32, 4, 64, 96, norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False
+    ),
+    "qwen3_moe": moe.MoEConfig(
+        2,
+        32,
+        4,
+        64,
+        96,
+        norm="rms",
+        positions="rotary",
+        mlp="swiglu",
+        bias=False,
+        query_key_norm=True,
+        expert_hidden=24,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DESCRIBED)
+def test_configurations_are_written_and_read(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hub.description(DESCRIBED[kind])))
+    found = hub.config(tmp_path)
+    assert hub.description(found) == hub.description(DESCRIBED[kind])
+    assert found.dims == DESCRIBED[kind].dims and type(found) is type(DESCRIBED[kind])
+    make = lambda config: dict(
+        named_leaves(
+            nnx.eval_shape(lambda: nnx.to_pure_dict(nnx.state(hub.model(config, nnx.Rngs(0)))))
+        )
+    )
+    shapes = {path: leaf.shape for path, leaf in make(found).items()}
+    assert shapes == {path: leaf.shape for path, leaf in make(DESCRIBED[kind]).items()}
+
+
+def test_configurations_that_nobody_publishes_are_refused():
+    for config in (
+        gpt.tiny(norm="rms"),
+        gpt.tiny(norm_first=False),
+        moe.MoEConfig(2, 32, 4, 64, 96),
+    ):
+        with pytest.raises(ValueError, match="No published model has the layers"):
+            hub.description(config)
+
+
+def refused(*arguments):
+    with pytest.raises(SystemExit) as caught:
+        finetune.main([str(one) for one in arguments])
+    return str(caught.value)
+
+
+def test_folders_that_cannot_be_started_from_are_named(tmp_path):
+    assert "neither a `config.json`" in refused(tmp_path, "x.jsonl")
+    start = published(tmp_path / "small")
+    assert "did you mean" in refused(start, chats(tmp_path), "--lora.rnk", "2")
+    assert "a whole number" in refused(start, chats(tmp_path), "--lora.rank", "-1")
+    (start / "tokenizer.json").unlink()
+    assert "has no `tokenizer.json`" in refused(start, "x.jsonl")
+    (start / "config.json").write_text('{"model_type": "bert"}')
+    assert "of a model of type 'bert'" in refused(start, "x.jsonl")
+    with pytest.raises(SystemExit, match="no folder of a run"):
+        export.main([str(start), str(tmp_path / "out")])
