@@ -63,6 +63,7 @@ ROOMS = (
     "optimizers",
     "experts",
     "kernels",
+    "lora",
     "pipeline",
     "rules",
     "data",

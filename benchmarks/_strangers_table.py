@@ -481,6 +481,9 @@ CALLS: tuple[Call, ...] = (
     _call("sl.data.Corpus", "'*.txt'", format="'text'", field="None", separator="None",
     tokenizer="'bytes'", end="None",
           held_out="0.1", bad="'stop'", also={"at0": ("tuple",), "tokenizer": ("path",)}),
+    _call("sl.data.Chat", "'{role}: '", "'\\n'", between="'\\n'", begin="''",
+          roles="(('user', 'user'),)", learned="('user',)", special="()",
+          also={"roles": ("list",), "learned": ("list",), "special": ("list",)}),
     _call("sl.data.cache_folder", "'cache'", also={"at0": ("none", "path")}),
     _call("sl.data.load_tokenizer", "'bytes'", end="None"),
     _call("sl.data.prepare", "corpus", "'cache'", also={"at1": ("none", "path")}, slow=True),
@@ -535,6 +538,7 @@ NOT_CALLED: dict[str, str] = {
             "pipeline.Timeline", "data.Skipped", "data.Prepared", "data.Reader", "testing.Moved",
             "testing.Collective",
             "testing.Comparison", "Batches", "Evaluation", "Step", "testing.CountedTraces",
+            "lora.Adapter",
         ),
         "made by the library, and given to users",
     ),
@@ -545,7 +549,10 @@ NOT_CALLED: dict[str, str] = {
         "kernels.AttentionOptions"),
         "a class to derive from, or a type",
     ),
-    **dict.fromkeys(("pipeline.UNIT", "ShardingWarning"), "a value, or a warning"),
+    **dict.fromkeys(
+        ("pipeline.UNIT", "lora.FROZEN", "lora.PARAMETERS", "ShardingWarning"),
+        "a value, or a warning",
+    ),
     "testing.check_step": "compiles for seconds; its arguments are those of `init`, `train_step` "
                           "and `Strategy`",
 }  # fmt: skip

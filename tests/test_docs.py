@@ -210,6 +210,7 @@ def test_docs_reference_lists_every_public_name():
             shardlib.collectives,
             shardlib.context,
             shardlib.kernels,
+            shardlib.lora,
             shardlib.data,
             shardlib.experts,
             shardlib.optimizers,

@@ -257,6 +257,46 @@ def test_logits_are_those_of_transformers_which_reads_what_is_saved(family, tmp_
     assert main(["weights", "diff", str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rank", [0, 4])
+def test_what_was_tuned_gives_its_logits_in_transformers(rank, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    kind = transformers.LlamaConfig(vocab_size=96, **SIZES)
+    theirs = transformers.LlamaForCausalLM(kind)
+    theirs.save_pretrained(tmp_path / "theirs")
+    of = hub.config(tmp_path / "theirs")
+
+    def make():
+        model = hub.model(of, nnx.Rngs(1))
+        return sl.lora.add(model, rank, rngs=nnx.Rngs(2)) if rank else model
+
+    strategy = sl.Strategy(
+        mesh="data=4,model=2",
+        rules=sl.rules.data | sl.rules.tensor,
+        zero=sl.Zero(3, small=0),
+        frozen=sl.lora.FROZEN if rank else (),
+    )
+    keep = (sl.lora.PARAMETERS,) if rank else ()
+    state = sl.init(make, optax.adam(1e-2), strategy)
+    state = load(tmp_path / "theirs", state, hub.table(of), keep=keep)
+    step = sl.train_step(gpt.loss, strategy)
+    tokens = np.random.default_rng(0).integers(0, 96, (8, 17))
+    for _ in range(4):
+        state, _ = step(state, {"tokens": tokens})
+    model = sl.lora.merged(state.model) if rank else state.model
+    save(tmp_path / "ours", model, hub.table(of))
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(hub.description(of)))
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    with torch.no_grad():
+        found = read(torch.tensor(tokens)).logits.numpy()
+        before = theirs(torch.tensor(tokens)).logits.numpy()
+    with strategy.scope(), jax.default_matmul_precision("highest"):
+        expected = jax.jit(lambda model, tokens: model(tokens))(state.model, jnp.asarray(tokens))
+    assert np.abs(found - expected).max() < 1e-4 < np.abs(found - before).max()
+
+
 def test_show_and_diff_tell_what_is_in_files(tmp_path, capsys):
     parameters = tree()
     save(tmp_path / "one", parameters, TABLE)
