@@ -61,7 +61,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Chat:
-    r"""How a conversation is written, and which turns are learned.
+    """How a conversation is written, and which turns are learned.
 
     A turn is `before`, in which `{role}` is replaced, what its message says, and `after`. A learned
     turn is learned from its first word to the end of `after`, so that a model ends its turn; never
@@ -76,7 +76,7 @@ class Chat:
     Known formats go by name, in `Corpus(chat="chatml")`: `chatml` (Qwen's), `llama3`, `gemma`,
     `plain`, which needs no special tokens, and `bare`, with nothing around messages.
 
-    >>> chat = Chat(before="[{role}] ", after="\n")
+    >>> chat = Chat(before="[{role}] ", after=".")
     >>> [piece.text for piece in chat.document([("user", "Hi"), ("assistant", "Ho")]).pieces]
     ['[user] ', 'Hi', '\\n', '[assistant] ', 'Ho', '\\n']
     """

@@ -122,7 +122,7 @@ def _files(path: Path) -> list[Path]:
         return others
     found = ", ".join(file.name for file in others[:3])
     has = f"has {found}" if others else "has no such file"
-    raise FileNotFoundError(
+    raise ValueError(
         f"{path} {has}: give a file, or a folder with `{SINGLE}` or with `{INDEX}`."
     )
 
@@ -141,7 +141,7 @@ def _indexed(index: Path) -> list[Path]:
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(f"{index} names the file {name!r}, which is not beside it.")
         if not (index.parent / name).is_file():
-            raise FileNotFoundError(f"{index} names {name}, which is not there.")
+            raise ValueError(f"{index} names {name}, which is not there.")
     return [index.parent / name for name in files]
 
 
