@@ -78,7 +78,7 @@ class Chat:
 
     >>> chat = Chat(before="[{role}] ", after=".")
     >>> [piece.text for piece in chat.document([("user", "Hi"), ("assistant", "Ho")]).pieces]
-    ['[user] ', 'Hi', '\\n', '[assistant] ', 'Ho', '\\n']
+    ['[user] ', 'Hi', '.', '[assistant] ', 'Ho', '.']
     """
 
     before: str = ""
