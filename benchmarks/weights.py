@@ -55,6 +55,14 @@ SIZES = {
     "rms_norm_eps": 1e-6,
     "vocab_size": 128,
 }
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 # By family: the name of its classes, and what its configuration has besides.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,6 +73,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES),
     "mistral": ("Mistral", {**SIZES, "sliding_window": None}),
     "mixtral": ("Mixtral", {**SIZES, **SPARSE}),
+    "llama3.1": ("Llama", {**SIZES, "rope_parameters": SCALED}),
+    "qwen2": ("Qwen2", SIZES),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 32, "tie_word_embeddings": True}),
     "qwen3_moe": (
         "Qwen3Moe",

@@ -33,7 +33,7 @@ from flax import nnx
 from jax.core import Tracer
 
 import shardlib as sl
-from models.gpt import GPT, Seen, rotations
+from models.gpt import GPT, Seen, rotations_of
 from models.layers import HEADS, Attention
 
 # Layers are whole on every device: were they split, each turn of the loop would gather all of them.
@@ -297,7 +297,7 @@ def _embedded(
     rotation = None
     if model.config.positions == "rotary":
         config = model.config
-        rotation = rotations(positions, config.rotary_dim, config.rope_theta)
+        rotation = rotations_of(config, positions)
     return x_BSD, Seen(rotation=rotation, real_BS=real_BS)
 
 

@@ -15,11 +15,13 @@ from flax import nnx
 import shardlib as sl
 from models.gpt_config import GPTConfig as GPTConfig
 from models.gpt_config import LatentAttention as LatentAttention
+from models.gpt_config import RopeScaling as RopeScaling
 from models.gpt_config import gpt1 as gpt1
 from models.gpt_config import gpt2 as gpt2
 from models.gpt_config import gpt2_xl as gpt2_xl
 from models.gpt_config import llama2_7b as llama2_7b
 from models.gpt_config import llama3_8b as llama3_8b
+from models.gpt_config import llama31_8b as llama31_8b
 from models.gpt_config import tiny as tiny
 from models.latent_attention import attention
 from models.layers import (
@@ -259,7 +261,7 @@ class GPT(nnx.Module):
         x_BSD = self.dropout(x_BSD, rngs=key)
         if self.positions is None:
             at = jnp.arange(S, dtype=jnp.float32) if positions is None else positions
-            rotation = rotations(at, config.rotary_dim, config.rope_theta)
+            rotation = rotations_of(config, at)
             seen = seen._replace(rotation=rotation)
         return x_BSD, seen
 
@@ -347,11 +349,19 @@ def stack(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs, name: str
     return blocks(rngs)
 
 
-def rotations(positions: jax.Array, K: int, theta: float) -> Rotation:
+def rotations_of(config: GPTConfig, positions: jax.Array) -> Rotation:
+    """The rotations of a model's positions, see `rotations`."""
+    return rotations(positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
+
+
+def rotations(
+    positions: jax.Array, K: int, theta: float, scaling: RopeScaling | None = None
+) -> Rotation:
     """Cosine and sine of each position's angle for each pair of a head's dims: `[S, 1, K / 2]` of
     positions `[S]`, and `[B, S, 1, K / 2]` of `[B, S]`.
     """
     frequency = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
+    frequency = frequency if scaling is None else scaling.scaled(frequency)
     angle = positions.astype(jnp.float32)[..., None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import jax
 import jax.numpy as jnp
 
 import shardlib as sl
@@ -64,6 +65,44 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's rotary positions, for contexts longer than those that a model began with.
+
+    Angles that turn less than `low` times in the first context are divided by `factor`, those that
+    turn more than `high` times stay, and between the two lie those between.
+
+    - `factor`: how much longer the context became.
+    - `low`, `high`: how often angles turn in the first context.
+    - `context`: the length of the first context.
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    context: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low", "high"):
+            value = getattr(self, name)
+            if not _is_size(value) or not value:
+                raise ValueError(f"`RopeScaling({name}={value!r})` must be a number above 0.")
+        if self.low >= self.high:
+            raise ValueError(
+                f"`RopeScaling(low={self.low}, high={self.high})`: `low` must be below `high`."
+            )
+        if not _is_count(self.context):
+            raise ValueError(
+                f"`RopeScaling(context={self.context!r})` must be a positive integer, below 2**31."
+            )
+
+    def scaled(self, frequency: jax.Array) -> jax.Array:
+        """Angles by position, of those without scaling."""
+        turns = self.context * frequency / (2 * math.pi)
+        kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
+@dataclass(frozen=True)
 class GPTConfig:
     """What the model is. The defaults are GPT-2's choices.
 
@@ -82,8 +121,10 @@ class GPTConfig:
     `sl.kernels.attention`, whose scores are never in memory, such as "tpu" on TPUs and "cudnn" or
     "tokamax" on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
     With `query_key_norm` each head's queries and keys are normed before positions turn them, with
-    one scale for all heads, as in Qwen3. `latent` has DeepSeek's latent attention in place of the
-    plain one, in models with rotary positions; it says the sizes of heads, which `kv_heads` and
+    one scale for all heads, as in Qwen 3; with `qkv_bias` queries, keys and values have biases
+    where nothing else has, as in Qwen 2. `rope_scaling` are Llama 3.1's rotary positions. `latent`
+    has DeepSeek's latent attention in place of the plain one, in models with rotary positions; it
+    says the sizes of heads, which `kv_heads` and
     `head_dim` do not then.
     Layers are a loop, compiled once. With `unroll` so many of them are written out one after the
     other, in each turn of the loop; with `unroll=layers` there is no loop. A GPU then copies what
@@ -103,10 +144,12 @@ class GPTConfig:
     norm_epsilon: float = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     mlp: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
     bias: bool = True
     tied: bool = True
     query_key_norm: bool = False
+    qkv_bias: bool = False
     latent: LatentAttention | None = None
     dropout: float = 0.0
     vocab_multiple: int = 1
@@ -162,6 +205,8 @@ class GPTConfig:
         _check_dtype("param_dtype", self.param_dtype)
         if self.latent is not None:
             _check_latent(self)
+        if self.rope_scaling is not None:
+            _check_scaling(self)
         if self.latent is None and self.head_dim is None and self.width % self.heads:
             raise ValueError(
                 f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; "
@@ -226,7 +271,7 @@ class GPTConfig:
     @property
     def decoder(self) -> sl.planning.Decoder:
         """Its shape alone, for `sl.estimate`."""
-        for field in ("latent", "query_key_norm"):
+        for field in ("latent", "query_key_norm", "qkv_bias"):
             if getattr(self, field):
                 raise no_decoder(self, field)
         return self._plain_decoder
@@ -279,10 +324,30 @@ def _check_latent(config: GPTConfig) -> None:
             f"`{name}(positions={config.positions!r}, latent=...)`: a part of each head is for "
             'rotary positions; say `positions="rotary"`.'
         )
+    if config.qkv_bias:
+        raise ValueError(
+            f"`{name}(qkv_bias=True, latent=...)`: latent attention has other queries, keys and "
+            "values; leave `qkv_bias` out."
+        )
     if config.query_key_norm:
         raise ValueError(
             f"`{name}(query_key_norm=True, latent=...)`: latent attention norms what queries and "
             "keys are made of; leave `query_key_norm` out."
+        )
+
+
+def _check_scaling(config: GPTConfig) -> None:
+    """Refuse scaled positions that are none, and in models that have no rotary ones."""
+    name = type(config).__name__
+    if not isinstance(config.rope_scaling, RopeScaling):
+        raise ValueError(
+            f"`{name}(rope_scaling={str(config.rope_scaling)[:200]!r})` is a `RopeScaling(...)`, "
+            "or None."
+        )
+    if config.positions != "rotary":
+        raise ValueError(
+            f"`{name}(positions={config.positions!r}, rope_scaling=...)`: only rotary positions "
+            'are scaled; say `positions="rotary"`.'
         )
 
 
@@ -356,3 +421,8 @@ def llama3_8b(**changes: Any) -> GPTConfig:
     """
     config = llama2_7b(kv_heads=8, hidden=14_336, context=8192, vocab=128_256, rope_theta=500_000.0)
     return replace(config, **changes)
+
+
+def llama31_8b(**changes: Any) -> GPTConfig:
+    """Llama 3.1 8B: Llama 3 for sixteen times the context, whose positions are scaled."""
+    return replace(llama3_8b(context=131_072, rope_scaling=RopeScaling()), **changes)

@@ -4,8 +4,8 @@
     state = sl.init(lambda: hub.model(config, nnx.Rngs(0)), optimizer, strategy)
     state = sl.weights.load("Llama-3-8B", state, hub.table(config))
 
-GPT-2, Llama 1 to 3, Mistral, Qwen 3 and Mixtral have the names that Hugging Face's transformers
-gives them. `sl.weights.save` writes files that it reads.
+GPT-2, Llama 1 to 3.2, Mistral, Qwen 2 and 3 and Mixtral have the names that Hugging Face's
+transformers gives them. `sl.weights.save` writes files that it reads.
 """
 
 import json
@@ -45,6 +45,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "router_aux_loss_coef": 0.001,
     },
+    "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "qwen3_moe": {
         "num_key_value_heads": 4,
@@ -109,6 +110,14 @@ def description(config: gpt.GPTConfig) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
     }
+    if (scaling := config.rope_scaling) is not None:
+        said["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low,
+            "high_freq_factor": scaling.high,
+            "original_max_position_embeddings": scaling.context,
+        }
     if not isinstance(config, moe.MoEConfig):
         return said
     experts = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
@@ -132,7 +141,10 @@ def _kind_of(config: gpt.GPTConfig) -> str:
     is_llama = config.positions == "rotary" and config.norm == "rms" and config.mlp == "swiglu"
     if is_llama and not config.bias and config.norm_first and config.latent is None:
         if not sparse:
-            return "qwen3" if config.query_key_norm else "llama"
+            kinds = {(True, False): "qwen3", (False, True): "qwen2", (False, False): "llama"}
+            kind = kinds.get((config.query_key_norm, config.qkv_bias))
+            if kind is not None:
+                return kind
         if isinstance(config, moe.MoEConfig) and _is_mixtral(config):
             return "qwen3_moe" if config.query_key_norm else "mixtral"
     raise ValueError(
@@ -203,10 +215,18 @@ def _llama_fields(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     _check(said, "hidden_act", "silu")
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+    if kind not in ("default", "llama3"):
         raise ValueError(
-            f"`config.json` has rotary positions of type {kind!r}, which the models here do not "
-            "know."
+            f"`config.json` has rotary positions of type {kind!r}; the models here know those "
+            "without scaling, and Llama 3.1's, 'llama3'."
+        )
+    scaling = None
+    if kind == "llama3":
+        scaling = gpt.RopeScaling(
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            rope["original_max_position_embeddings"],
         )
     context = changes.get("context", said["max_position_embeddings"])
     # Qwen's configurations have a window that is not used.
@@ -232,6 +252,7 @@ def _llama_fields(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
         "vocab": said["vocab_size"],
         "norm_epsilon": said["rms_norm_eps"],
         "rope_theta": float(rope.get("rope_theta", said.get("rope_theta", 10_000.0))),
+        "rope_scaling": scaling,
         "tied": said.get("tie_word_embeddings", False),
         "norm": "rms",
         "positions": "rotary",
@@ -242,6 +263,10 @@ def _llama_fields(said: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
 
 def _of_llama(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
     return gpt.GPTConfig(**{**_llama_fields(said, changes), **changes})
+
+
+def _of_qwen2(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
+    return gpt.GPTConfig(**{**_llama_fields(said, changes), "qkv_bias": True, **changes})
 
 
 def _of_qwen3(said: Mapping[str, Any], changes: Mapping[str, Any]) -> gpt.GPTConfig:
@@ -285,6 +310,7 @@ _CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
@@ -293,6 +319,7 @@ _CONFIGS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], gpt.GPTConf
     "llama": _of_llama,
     "mistral": _of_llama,
     "mixtral": _of_mixtral,
+    "qwen2": _of_qwen2,
     "qwen3": _of_qwen3,
     "qwen3_moe": _of_qwen3_moe,
 }
@@ -352,6 +379,9 @@ def _llama(config: gpt.GPTConfig, prefix: str) -> Table:
     for letter, name in (("q", "query"), ("k", "key"), ("v", "value")):
         kernel = f"{block}attention/{name}/kernel"
         rules.append(Rule(f"{layer}self_attn.{letter}_proj.weight", kernel, _QUERY))
+        if config.qkv_bias:
+            bias, form = f"{block}attention/{name}/bias", "(heads size) -> layers heads size"
+            rules.append(Rule(f"{layer}self_attn.{letter}_proj.bias", bias, form))
     if config.query_key_norm:
         for letter, name in (("q", "query"), ("k", "key")):
             scale, form = f"{block}attention/{name}_norm/scale", "head_dim -> layers head_dim"

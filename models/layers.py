@@ -52,7 +52,7 @@ def parameter(
 
 
 class Projection(nnx.Module):
-    """A kernel from some named dims to others, and a bias.
+    """A kernel from some named dims to others, and a bias, if the configuration or `bias` has it.
 
     The kernel has its outputs first, as PyTorch stores them and as its gradient comes out of the
     product: with inputs first, every backward pass would transpose every gradient.
@@ -65,12 +65,14 @@ class Projection(nnx.Module):
         config: GPTConfig,
         *,
         std: float = STANDARD_DEVIATION,
+        bias: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         self.inputs, self.outputs = len(inputs), len(outputs)
         self.kernel = parameter(normal(std), config, *outputs, *inputs, rngs=rngs)
+        biased = bias or config.bias
         self.bias = (
-            parameter(nnx.initializers.zeros, config, *outputs, rngs=rngs) if config.bias else None
+            parameter(nnx.initializers.zeros, config, *outputs, rngs=rngs) if biased else None
         )
         self.adapter: sl.lora.Adapter | None = None  # `sl.lora.add` gives it one
 
@@ -210,9 +212,11 @@ class Attention(nnx.Module):
     def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
         self.causal = causal
         self.implementation = config.attention
-        self.query = Projection(("embed",), ("heads", "head_dim"), config, rngs=rngs)
-        self.key = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
-        self.value = Projection(("embed",), ("kv_heads", "head_dim"), config, rngs=rngs)
+        own, others = ("heads", "head_dim"), ("kv_heads", "head_dim")
+        options = {"bias": config.qkv_bias, "rngs": rngs}
+        self.query = Projection(("embed",), own, config, **options)
+        self.key = Projection(("embed",), others, config, **options)
+        self.value = Projection(("embed",), others, config, **options)
         self.output = Projection(
             ("heads", "head_dim"), ("embed",), config, std=returning_std(config), rngs=rngs
         )

@@ -1,5 +1,6 @@
 """`finetune.py`, `generate.py` and `export.py` as a user starts them, one after the other."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -158,6 +159,8 @@ DESCRIBED = {
         bias=False,
         query_key_norm=True,
     ),
+    "qwen2": dataclasses.replace(CONFIG, qkv_bias=True),
+    "llama3.1": dataclasses.replace(CONFIG, rope_scaling=gpt.RopeScaling(4.0, context=32)),
     "mixtral": moe.MoEConfig(
         2, 32, 4, 64, 96, norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False
     ),

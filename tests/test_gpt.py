@@ -19,6 +19,7 @@ from machines import compile_for, mesh_on
 
 import shardlib as sl
 from models import gpt
+from shardlib._tree import named_leaves
 from shardlib.compiled._collectives import collectives, summary
 
 SMALL = gpt.tiny(width=32, heads=8, context=16, vocab=40)
@@ -661,3 +662,43 @@ def test_gpt_sequence_parallelism_uses_the_collectives_of_megatron(preset):
     for other in set(found) - {*scatters, *gathers}:
         assert other.times == 1 and other.kind in ("all-reduce", "all-gather"), summary(found)
         assert all(math.prod(shape) < 128 * 256 for shape in other.shapes), summary(found)
+
+
+def test_scaled_positions_are_those_of_llama_3_1():
+    scaling, theta, size = gpt.RopeScaling(8.0, 1.0, 4.0, context=64), 10_000.0, 32
+    cos, sin = gpt.rotations(jnp.arange(5), size, theta, scaling)
+    for pair in range(size // 2):
+        frequency = theta ** (-2 * pair / size)
+        length = 2 * math.pi / frequency
+        if length > 64 / 1.0:
+            expected = frequency / 8
+        elif length < 64 / 4.0:
+            expected = frequency
+        else:
+            smooth = (64 / length - 1.0) / (4.0 - 1.0)
+            expected = (1 - smooth) * frequency / 8 + smooth * frequency
+        for position in range(5):
+            assert cos[position, 0, pair] == pytest.approx(math.cos(position * expected), abs=1e-5)
+            assert sin[position, 0, pair] == pytest.approx(math.sin(position * expected), abs=1e-5)
+
+
+def test_biases_of_queries_keys_and_values_are_theirs_alone():
+    biases = [path for path, _ in named_leaves(abstract(replace(LLAMA, qkv_bias=True))[1])]
+    biases = [path for path in biases if path.endswith("bias")]
+    assert biases == [f"blocks/attention/{name}/bias" for name in ("key", "query", "value")]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rope_scaling": 8.0}, r"is a `RopeScaling\(...\)`"),
+        ({"rope_scaling": gpt.RopeScaling(), "positions": "learned"}, "only rotary positions"),
+        ({"qkv_bias": True, "latent": gpt.LatentAttention(8, 8, 4, 4, 4), "kv_heads": None}, "qkv"),
+    ],
+)
+def test_scaled_positions_and_biases_must_have_a_meaning(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(LLAMA, **changes)
+    for wrong in ({"factor": 0}, {"low": 4.0, "high": 1.0}, {"context": 1.5}):
+        with pytest.raises(ValueError, match="RopeScaling"):
+            gpt.RopeScaling(**wrong)

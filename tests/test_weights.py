@@ -138,12 +138,14 @@ def config(kind):
         return gpt.GPTConfig(**small)
     if kind == "llama":
         return gpt.GPTConfig(**small, **llama, tied=False)
+    if kind == "qwen2":
+        return gpt.GPTConfig(**small, **llama, qkv_bias=True)
     if kind == "qwen3":
         return gpt.GPTConfig(**small, **llama, head_dim=16, query_key_norm=True)
     return moe.MoEConfig(**small, **llama, tied=False, experts=4, hidden=24)
 
 
-KINDS = ("gpt2", "llama", "qwen3", "mixtral")
+KINDS = ("gpt2", "llama", "qwen2", "qwen3", "mixtral")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,10 +194,20 @@ def test_layers_of_a_pipeline_are_in_the_order_of_the_model(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *of_blocks)
 
 
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 FAMILIES = {
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}),
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "llama3.1": ("Llama", {"rope_parameters": SCALED}),
+    "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (

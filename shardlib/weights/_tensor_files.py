@@ -122,9 +122,7 @@ def _files(path: Path) -> list[Path]:
         return others
     found = ", ".join(file.name for file in others[:3])
     has = f"has {found}" if others else "has no such file"
-    raise ValueError(
-        f"{path} {has}: give a file, or a folder with `{SINGLE}` or with `{INDEX}`."
-    )
+    raise ValueError(f"{path} {has}: give a file, or a folder with `{SINGLE}` or with `{INDEX}`.")
 
 
 def _indexed(index: Path) -> list[Path]:
