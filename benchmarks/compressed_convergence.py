@@ -1,17 +1,20 @@
 """What compressed optimizers and workers that train apart learn, beside their parents.
 
-A small GPT on the source of Python, on eight devices, from the same start and the same batches, of
-128 sequences: what a worker learns by itself depends on how many of them are its own. Each method
-has a parent, whose gradients are summed exactly in every step, and a curve that must fail, without
-what the method keeps for later:
+A small GPT on the source of Python, from the same start and the same batches. Each method has a
+parent, whose gradients are summed exactly in every step, and a curve that must fail, without what
+the method keeps for later:
 
     0/1 Adam        Adam                    without error feedback
     1-bit LAMB      LAMB                    without error feedback
     PowerSGD        SGD, rank 4             without error feedback
     DiLoCo          Adam, 4 workers that meet every 50 steps    without outer momentum
 
-DiLoCo begins after a quarter of the run, as in its paper, whose workers start from 24,000 of 88,000
-steps of training together.
+Steps are of 32 sequences, and of 128 beside DiLoCo, since what a worker learns by itself depends on
+how many of them are its own. DiLoCo begins after a quarter of the run, as in its paper, whose
+workers start from 24,000 of 88,000 steps of training together. PowerSGD serves each direction of a
+matrix of 64 columns every sixteenth step, and what waits is late. The longer a run, the less that
+is, and its runs are some times as long as the others'. Two workers do for it: any number sends the
+factors of their mean.
 
 `loss_ratio` of a method is the worst, over dtypes, of the mean loss over seeds over its parent's,
 on held-out text; `failing_ratio` the same of what must fail. Then each is saved 200 steps before
@@ -19,13 +22,15 @@ its end, restored, and goes on: on as many devices, where `restart_differs` coun
 are not what they are without stopping, bit for bit; and with half as many workers, where
 `restart_ratio` is the larger of the two losses over the other.
 
-Some four hours on two cores; `--methods` takes some of them.
+Some four hours on two cores; `--methods` takes some of them. With `--runs FILE` what each run has
+learned is written there as it ends, and runs that are there already are not made again.
 
     python -m benchmarks.compressed_convergence --json [--plot docs/compressed_convergence.svg]
 """
 
 import argparse
 import itertools
+import json
 import sys
 import tempfile
 import time
@@ -57,12 +62,12 @@ BOUNDS = {
     "restart_differs": 0,
 }
 DEVICES, STEPS, SEEDS, LAST = 8, 2000, 3, 200
-EVERY_DEVICE, PODS, FEWER = "pod=8,data=1", "pod=4,data=2", {"pod=8,data=1": 4, "pod=4,data=2": 2}
+EVERY_DEVICE, PODS, TWO = "pod=8,data=1", "pod=4,data=2", "pod=2,data=1"
+FEWER = {EVERY_DEVICE: 4, PODS: 2}
 RULES = sl.rules.data | sl.AxisRules(batch=("pod", "data"))
 LAMB_RATE = 10.0
 """How much higher the rate of LAMB is than that of Adam: its steps are in units of parameters."""
 SGD_RATE = 100.0
-WINDOWS = 4
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,17 @@ class Run:
     optimizer: Callable[[int], Any]
     together: float = 0.0
     """For which part of the run, at its beginning, gradients are summed exactly."""
+    longer: int = 1
+    """How many times as many steps it has as other runs."""
+    windows: int = 1
+    """How many times as many sequences a step has as those of other runs."""
+
+    @property
+    def described(self) -> str:
+        """All that the run is, as text."""
+        parts = [self.mesh, str(self.exchange), self.optimizer.__name__]
+        parts += [f"together {self.together}", f"windows {self.windows}"]
+        return ", ".join(parts)
 
     def strategy(self, precision: str, workers: int | None = None) -> sl.Strategy:
         """The strategy of the run, or the same with fewer workers on as many devices of each."""
@@ -128,20 +144,22 @@ def lamb(steps: int) -> Any:
 
 
 def sgd(steps: int) -> Any:
-    """SGD with momentum, as PowerSGD's paper has it."""
+    """SGD whose momentum looks ahead, as PowerSGD's paper adds it to the gradient."""
     rate = schedule(steps)
-    return optax.sgd(lambda step: SGD_RATE * rate(step), momentum=0.9)
+    return optax.sgd(lambda step: SGD_RATE * rate(step), momentum=0.9, nesterov=True)
 
 
-def batches(seed: int) -> Iterator[Any]:
+def batches(seed: int, several: int) -> Iterator[Any]:
     """Batches of several windows of text."""
     source = windows(texts()[1], seed)
     while True:
-        several = [next(source) for _ in range(WINDOWS)]
-        yield jax.tree.map(lambda *rows: np.concatenate(rows), *several)
+        parts = [next(source) for _ in range(several)]
+        yield jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
 ADAM = Run(EVERY_DEVICE, sl.Exact(), adam)
+ON_TWO: dict[str, Any] = {"mesh": TWO, "optimizer": sgd, "longer": 4}
+BY_FOUR: dict[str, Any] = {"mesh": PODS, "optimizer": adam, "windows": 4}
 METHODS = {
     "zero_one_adam": Method(
         ADAM,
@@ -156,15 +174,15 @@ METHODS = {
         "without feedback",
     ),
     "powersgd": Method(
-        Run(EVERY_DEVICE, sl.Exact(), sgd),
-        Run(EVERY_DEVICE, c.PowerSGD("pod", rank=4), sgd),
-        Run(EVERY_DEVICE, c.PowerSGD("pod", rank=4, feedback=False), sgd),
+        Run(exchange=sl.Exact(), **ON_TWO),
+        Run(exchange=c.PowerSGD("pod", rank=4), **ON_TWO),
+        Run(exchange=c.PowerSGD("pod", rank=4, feedback=False), **ON_TWO),
         "without feedback",
     ),
     "diloco": Method(
-        ADAM,
-        Run(PODS, c.DiLoCo("pod", every=50), adam, together=0.25),
-        Run(PODS, c.DiLoCo("pod", every=50, momentum=0.0), adam, together=0.25),
+        Run(exchange=sl.Exact(), **BY_FOUR),
+        Run(exchange=c.DiLoCo("pod", every=50), together=0.25, **BY_FOUR),
+        Run(exchange=c.DiLoCo("pod", every=50, momentum=0.0), together=0.25, **BY_FOUR),
         "without outer momentum",
     ),
 }
@@ -173,12 +191,23 @@ Curve = list[tuple[int, float]]
 
 
 def train(run: Run, precision: str, seed: int, steps: int) -> tuple[float, Curve]:
-    """The loss on what was held out, and that of training, every twentieth step."""
+    """The loss on what was held out, and that of training, smoothed, over steps."""
     curve: Curve = []
-    source = batches(seed)
+    steps *= run.longer
+    source = batches(seed, run.windows)
     strategy = run.strategy(precision)
     state = begun(run, strategy, seed, steps, source, curve)
-    return measured(onward(strategy, state, source, steps, curve), strategy), curve
+    loss = measured(onward(strategy, state, source, steps, curve), strategy)
+    return loss, smoothed(curve, 5 * run.longer)
+
+
+def smoothed(curve: Curve, several: int) -> Curve:
+    """Means of so many points each."""
+    means = []
+    for first in range(0, len(curve) - several + 1, several):
+        steps, losses = zip(*curve[first : first + several], strict=True)
+        means.append((int(np.mean(steps)), round(float(np.mean(losses)), 4)))
+    return means
 
 
 def begun(
@@ -222,7 +251,9 @@ def restart(run: Run, steps: int) -> tuple[int, float]:
     """How many arrays of a run that was stopped differ from those of one that was not; and the loss
     with half as many workers over that with all of them, or the inverse.
     """
-    optimizer, source = run.optimizer(steps), batches(0)
+    # On eight workers, which become four.
+    run = replace(run, mesh=EVERY_DEVICE if run.mesh == TWO else run.mesh)
+    optimizer, source = run.optimizer(steps), batches(0, run.windows)
     strategies = [run.strategy("float32"), run.strategy("float32", FEWER[run.mesh])]
     make: Any = lambda: gpt.GPT(CONFIG, rngs=nnx.Rngs(0))  # noqa: E731
     after = min(LAST, steps // 2)
@@ -246,11 +277,19 @@ def restart(run: Run, steps: int) -> tuple[int, float]:
 
 
 class Results:
-    """The losses of all runs, each of which is trained once, whoever asks for it."""
+    """The losses of all runs, each of which is trained once, whoever asks for it.
 
-    def __init__(self, steps: int, seeds: int) -> None:
-        self.steps, self.seeds = steps, seeds
-        self._found: dict[Any, tuple[float, Curve]] = {}
+    With a file, what a run has learned is written there, a line of JSON each, and runs that the
+    file has are not made again.
+    """
+
+    def __init__(self, steps: int, seeds: int, file: Path | None = None) -> None:
+        self.steps, self.seeds, self.file = steps, seeds, file
+        self._found: dict[str, tuple[float, Curve]] = {}
+        if file is not None and file.exists():
+            for line in map(json.loads, file.read_text().splitlines()):
+                curve = [(step, loss) for step, loss in line["curve"]]
+                self._found[line["run"]] = line["loss"], curve
 
     def mean(self, name: str, run: Run, precision: str) -> float:
         """The mean loss of a run over seeds."""
@@ -265,18 +304,20 @@ class Results:
         return self._of(name, run, "float32", 0)[1]
 
     def _of(self, name: str, run: Run, precision: str, seed: int) -> tuple[float, Curve]:
-        key = run, precision, seed
-        if key not in self._found:
-            started = time.monotonic()
-            self._found[key] = train(run, precision, seed, self.steps)
-            seconds = time.monotonic() - started
-            loss = self._found[key][0]
-            print(
-                f"{precision}, seed {seed}, {name}: {loss:.4f} nats a byte, {seconds:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-        return self._found[key]
+        steps = self.steps * run.longer
+        key = f"{run.described} in {precision}, seed {seed}, {steps} steps"
+        if key in self._found:
+            return self._found[key]
+        started = time.monotonic()
+        loss, curve = self._found[key] = train(run, precision, seed, self.steps)
+        seconds = time.monotonic() - started
+        said = f"{precision}, seed {seed}, {name}: {loss:.4f} nats a byte, {seconds:.0f} s"
+        print(said, file=sys.stderr, flush=True)
+        if self.file is not None:
+            record = {"run": key, "loss": loss, "curve": curve, "jax": jax.__version__}
+            with self.file.open("a") as opened:
+                opened.write(json.dumps(record) + "\n")
+        return loss, curve
 
 
 def main() -> None:
@@ -288,11 +329,12 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw the first seed's curves into this file")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--runs", type=Path, help="a file of runs that are made already")
     parser.add_argument("--precisions", default="float32,bf16")
     parser.add_argument("--methods", default=",".join(METHODS), help=", ".join(METHODS))
     arguments = parser.parse_args()
     sl.simulate_devices(DEVICES)
-    results = Results(arguments.steps, arguments.seeds)
+    results = Results(arguments.steps, arguments.seeds, arguments.runs)
     methods = {name: METHODS[name] for name in arguments.methods.split(",")}
     precisions = arguments.precisions.split(",")
     figures: dict[str, Any] = {}
@@ -343,11 +385,7 @@ def picture(methods: dict[str, Method], results: Results) -> str:
         for place, (kind, run) in enumerate(runs.items()):
             curve = results.curve(name, run)
             last = curve[-1][0]
-            losses = np.array([loss for _, loss in curve])
-            points = []
-            for k, (step, _) in enumerate(curve):
-                smooth = float(losses[max(0, k - 4) : k + 5].mean())
-                points.append((left + (right - left) * step / last, y(smooth)))
+            points = [(left + (right - left) * step / last, y(loss)) for step, loss in curve]
             parts.append(line(points, COLOURS[kind], 2))
             parts.append(text(right, top + 16 * (place + 1), labels[kind], "end", COLOURS[kind]))
     return svg(width, row * len(methods) + 40, left, "Loss over steps, nats a byte", parts)
