@@ -14,7 +14,9 @@ import warnings
 import xml.etree.ElementTree
 from pathlib import Path
 
+import optax
 import pytest
+from flax import nnx
 
 import shardlib
 import shardlib.collectives
@@ -223,3 +225,40 @@ def test_docs_reference_lists_every_public_name():
         if not name.startswith("_") and (value is shardlib.rules or not inspect.ismodule(value))
     ]
     assert sorted(listed) == sorted(public)
+
+
+COMING_FROM = ROOT / "docs/how-to/coming-from.md"
+
+
+def test_docs_of_other_frameworks_say_what_there_is_here():
+    rows = re.findall(r"^\| (.*) \|$", COMING_FROM.read_text().replace("\\|", "OR"), re.MULTILINE)
+    cells = [row.split(" | ") for row in rows if " | " in row]
+    assert len(cells) > 80
+    names = {"sl": shardlib, "optax": optax, "nnx": nnx}
+    names["strategy"] = shardlib.Strategy(mesh="data=8", rules=shardlib.rules.data)
+    for theirs, ours, *_ in cells:
+        fields, code = {}, re.findall(r"`([^`]+)`", ours)
+        assert code or "*nothing*" in ours or ours in ("here", "---"), f"{theirs}: {ours}"
+        for written in code:
+            text = written.replace("OR", "|")
+            field, equals, value = text.partition("=")
+            if not (equals and field.isidentifier()):
+                assert eval(text, dict(names)) is not None, text
+                continue
+            if field in fields:  # one of several that one may write
+                strategy_with(fields)
+                fields = {}
+            fields[field] = eval(value, dict(names))
+        if fields:
+            strategy_with(fields)
+
+
+def strategy_with(fields):
+    """The fields make a strategy, on a mesh that has their axes."""
+    rules = fields.get("rules", shardlib.rules.data)
+    mesh = "data=8"
+    if "pipeline" in fields:
+        mesh, rules = "stage=2,data=4", rules | shardlib.rules.pipeline
+    if any("model" in str(rules[name]) for name in ("mlp", "heads") if rules.says(name)):
+        mesh = "data=2,model=4"
+    shardlib.Strategy(**{"mesh": mesh, "rules": rules, **fields})
