@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit code is 0, or 2 for a mistake in it, or what the command says.
     """
     command_line = list(sys.argv[1:] if argv is None else argv)
+    if not command_line:
+        parser().print_help()
+        return 0
     arguments = parser().parse_args(command_line)
     # A command may start itself again in a process of its own.
     arguments.given = command_line

@@ -512,3 +512,9 @@ def test_configurations_that_the_models_do_not_know_are_refused(said, message, t
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=message):
         hub.config(tmp_path)
+
+
+def test_the_command_line_without_a_command_lists_all(capsys):
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"    {command} " in listed for command in ("plan", "pipeline", "weights"))
