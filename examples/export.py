@@ -1,7 +1,7 @@
 """Give a model that `train_lm.py` or `finetune.py` has trained to other frameworks.
 
     python examples/export.py runs/tiny exported
-    python examples/export.py runs/Llama-3.2-1B-tuned exported --dtype bfloat16
+    python examples/export.py runs/Llama-3.2-1B-Instruct-tuned exported --dtype bfloat16
 
 The folder holds safetensors, a `config.json` and the tokenizer's files, as Hugging Face's
 transformers reads them. Factors of LoRA are added to their kernels.
@@ -17,10 +17,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shardlib as sl
-from examples.finetune import tokenizer_of
 from examples.run import Run, recorded
-from examples.start import restored, to_read
+from examples.start import restored, to_read, tokenizer_of
 from models import hub
+from shardlib.data import load_tokenizer
 
 # What a folder of a published model has besides its weights.
 BESIDE = (
@@ -45,16 +45,21 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(f"`{source}` is no folder of a run: it has no `run.json`.")
     run = recorded(source / "run.json")
     try:
-        described = hub.description(run.model)
+        hub.description(run.model)  # what transformers cannot read is refused before all else
         table = hub.table(run.model)
         model, step = restored(source, to_read(run, asked.mesh), asked.step)
         files = sl.weights.save(folder, model, table, dtype=asked.dtype)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    files += _write_beside(run, described, folder)
+    names = [file.name for file in files]
+    names += [name for name in _write_beside(source, run, folder) if name not in names]
     print(f"Step {step} of {source}, in {folder}:")
-    for file in files:
-        print(f"  {file.name}")
+    for name in dict.fromkeys(names):
+        print(f"  {name}")
+    if not (folder / "tokenizer.json").exists():
+        print("The tokenizer is of bytes, for which there is no file.")
+    if run.data.chat is not None and _published(run) is not None:
+        print("A template for conversations is that of the published model.")
 
 
 def _parsed(arguments: list[str]) -> argparse.Namespace:
@@ -70,21 +75,57 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _write_beside(run: Run, described: dict[str, object], folder: Path) -> list[Path]:
-    """Write a configuration and the tokenizer: those of the published model, or the run's own."""
-    written = []
+def _write_beside(source: Path, run: Run, folder: Path) -> list[str]:
+    """Write a configuration and the tokenizer: those of the published model, or the run's own.
+
+    What ends a text is what the run has learned to end its own with.
+    """
+    published = _published(run)
+    if published is not None:
+        names = [name for name in BESIDE if (published / name).exists()]
+        for name in names:
+            shutil.copyfile(published / name, folder / name)
+        return names + _write_end(run, published / "tokenizer.json", folder)
+    (folder / "config.json").write_text(json.dumps(hub.description(run.model), indent=2))
+    file = Path(tokenizer_of(source)).expanduser()
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        return ["config.json"]
+    shutil.copyfile(file, folder / "tokenizer.json")
+    return ["config.json", "tokenizer.json", *_write_end(run, file, folder)]
+
+
+def _published(run: Run) -> Path | None:
+    """The folder of the published model that a run began with, perhaps by way of other runs."""
     start = Path(run.start).expanduser()
-    if run.start and (start / "config.json").exists():
-        present = [start / name for name in BESIDE if (start / name).exists()]
-    else:
-        (folder / "config.json").write_text(json.dumps(described, indent=2))
-        written.append(folder / "config.json")
-        tokenizer = Path(tokenizer_of(run))
-        present = [tokenizer] if tokenizer.is_file() else []
-    for file in present:
-        shutil.copyfile(file, folder / file.name)
-        written.append(folder / file.name)
+    if not run.start:
+        return None
+    if (start / "run.json").exists():
+        return _published(recorded(start / "run.json"))
+    return start
+
+
+def _write_end(run: Run, file: Path, folder: Path) -> list[str]:
+    """Say which token ends a text, by its number and by its name."""
+    tokenizer = load_tokenizer(file, end=run.data.end)
+    settings = folder / "generation_config.json"
+    said = json.loads(settings.read_text()) if settings.exists() else {}
+    ends = {run.end(tokenizer), tokenizer.end}
+    settings.write_text(json.dumps(said | {"eos_token_id": sorted(ends)}, indent=2))
+    written = ["generation_config.json"]
+    names = folder / "tokenizer_config.json"
+    if not names.exists():
+        (end,) = (name for name, number in _added(file).items() if number == tokenizer.end)
+        kind = "PreTrainedTokenizerFast"
+        names.write_text(json.dumps({"tokenizer_class": kind, "eos_token": end}, indent=2))
+        written.append(names.name)
     return written
+
+
+def _added(file: Path) -> dict[str, int]:
+    """The tokens that were added to the vocabulary of a tokenizer, with their numbers."""
+    added = json.loads(file.read_text())["added_tokens"]
+    return {token["content"]: token["id"] for token in added}
 
 
 if __name__ == "__main__":

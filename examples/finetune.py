@@ -1,7 +1,7 @@
 """Fine-tune a model: one that is published, or one that `train_lm.py` has trained.
 
     # Conversations, in JSON lines, teach the assistant's part; by default through LoRA:
-    python examples/finetune.py Llama-3.2-1B chats.jsonl --data.chat llama3
+    python examples/finetune.py Llama-3.2-1B-Instruct chats.jsonl --data.chat llama3
     python examples/finetune.py runs/tiny chats.jsonl --data.chat plain
 
     # Plain text, and all parameters; the fields of a run are those of `train_lm.py`:
@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shardlib as sl
 from examples.run import AdamW, LoRA, Run, override, recorded, show_help
+from examples.start import tokenizer_of
 from examples.train_lm import interrupted, train
 from models import hub
-from shardlib.data import Corpus, prepare
+from shardlib.data import Corpus
 
 CONTEXT = 2048  # at most, unless `--model.context` says otherwise: long ones take much memory
 
@@ -52,7 +53,7 @@ def tuned(start: str, files: str) -> Run:
     if (folder / "run.json").exists():
         before = recorded(folder / "run.json")
         model, strategy, cache = before.model, before.strategy, before.cache
-        data = Corpus(files, tokenizer=tokenizer_of(before), end=before.data.end)
+        data = Corpus(files, tokenizer=tokenizer_of(folder), end=before.data.end)
     elif (folder / "config.json").exists():
         model, data = _published(folder, files)
         strategy, cache = sl.Strategy(mesh="data=-1", rules=sl.rules.data, zero=3), ""
@@ -67,19 +68,12 @@ def tuned(start: str, files: str) -> Run:
         data=data,
         batch=8,
         optimizer=AdamW(learning_rate=2e-4, warmup=20, weight_decay=0.0),
-        strategy=dataclasses.replace(strategy, clip=1.0, nonfinite="skip", remat="full"),
+        strategy=dataclasses.replace(strategy, clip=1.0, nonfinite="skip", remat="full", frozen=()),
         loop=sl.Loop(steps=500, evaluate_every=100, save_every=100),
         cache=cache,
         start=start,
         lora=LoRA(rank=16),
     )
-
-
-def tokenizer_of(run: Run) -> str:
-    """The tokenizer of a run; one that it has learned is a file beside its tokens."""
-    if not run.data.tokenizer.startswith("bpe:"):
-        return run.data.tokenizer
-    return str(prepare(run.data, run.cache or None).folder / "tokenizer.json")
 
 
 def _published(folder: Path, files: str) -> tuple[hub.gpt.GPTConfig, Corpus]:

@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 import shardlib as sl
 import shardlib.data
 from examples.run import Run, recorded
-from examples.start import restored, to_read
+from examples.start import restored, to_read, tokenizer_of
 from models import decoding, gpt, sampling
 
 SEPARATOR = "\n" + "-" * 20 + "\n"  # between the texts of several prompts
@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> None:
         chosen = sampling.Sampling(asked.temperature, asked.top_k, asked.top_p)
         strategy = to_read(run, asked.mesh, asked.rules)
         with sl.Checkpoints(folder / "checkpoints") as checkpoints:
-            about = _about(checkpoints, asked.step)
-            tokenizer = _tokenizer(run, about)
+            _check_step(checkpoints, asked.step)
+            tokenizer = _tokenizer(run, folder)
             prompts = _encoded(tokenizer, asked.prompt or [run.prompt], run)
             tokens = _room(prompts, asked.tokens, run.model)
         model, step = restored(folder, strategy, asked.step)
@@ -105,8 +105,8 @@ def _run_of(folder: Path) -> Run:
     return recorded(folder / "run.json")
 
 
-def _about(checkpoints: sl.Checkpoints, step: int | None) -> Any:
-    """What the run said of itself in the checkpoint of this step, or in the newest."""
+def _check_step(checkpoints: sl.Checkpoints, step: int | None) -> None:
+    """Refuse a step of which there is no checkpoint, and a run that has none."""
     steps = checkpoints.steps()
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
@@ -114,22 +114,11 @@ def _about(checkpoints: sl.Checkpoints, step: int | None) -> Any:
             f"There is no checkpoint{wanted} in {checkpoints.folder}; there are: "
             f"{', '.join(map(str, steps)) or 'none yet'}."
         )
-    return checkpoints.about(step)
 
 
-def _tokenizer(run: Run, about: Any) -> shardlib.data.Tokenizer:
+def _tokenizer(run: Run, folder: Path) -> shardlib.data.Tokenizer:
     """The tokenizer that the model has learned with."""
-    corpus = run.data
-    if not corpus.tokenizer.startswith("bpe:"):
-        return shardlib.data.load_tokenizer(corpus.tokenizer, corpus.end, corpus.unknown)
-    prepared = shardlib.data.prepare(corpus, run.cache or None)
-    if prepared.train.fingerprint != about.get("train"):
-        raise SystemExit(
-            f"The tokenizer `{corpus.tokenizer}` was learned from texts, "
-            f"`data.files={corpus.files!r}`, that have changed since, so that its tokens would be "
-            "others. Put the texts back as they were."
-        )
-    return prepared.tokenizer
+    return shardlib.data.load_tokenizer(tokenizer_of(folder), run.data.end, run.data.unknown)
 
 
 def _encoded(tokenizer: shardlib.data.Tokenizer, prompts: list[str], run: Run) -> list[list[int]]:

@@ -203,12 +203,26 @@ class LoRA:
 
     rank: int = 0
     alpha: float | None = None
-    paths: tuple[str, ...] = (".*",)
+    paths: str | tuple[str, ...] = (".*",)
 
     def __post_init__(self) -> None:
         _check_whole(self, "rank", least=0, most=2**16)
         if self.alpha is not None:
             _check_number(self, "alpha", above=0)
+        paths = (self.paths,) if isinstance(self.paths, str) else self.paths
+        object.__setattr__(self, "paths", paths)
+        is_texts = isinstance(paths, tuple) and all(isinstance(path, str) for path in paths)
+        if not is_texts or not paths:
+            raise ValueError(
+                f"`LoRA(paths={_short(self.paths)})`: a pattern of layers, or several in a tuple."
+            )
+        for path in paths:
+            try:
+                re.compile(path)
+            except re.error as error:
+                raise ValueError(
+                    f"`LoRA(paths=...)`: `{path}` is no regular expression: {error}."
+                ) from error
 
 
 @dataclass(frozen=True)
@@ -252,6 +266,17 @@ class Run:
     def __post_init__(self) -> None:
         for name in ("batch", "evaluation_batches"):
             _check_whole(self, name, least=1, most=2**26)
+        if self.lora.rank and isinstance(self.optimizer, Muon):
+            raise ValueError(
+                f"`Run(optimizer=Muon, lora.rank={self.lora.rank})`: Muon moves kernels, and "
+                "factors are none: `--optimizer adamw`."
+            )
+        if self.lora.rank and self.strategy.frozen:
+            raise ValueError(
+                f"`Run(strategy.frozen={_short(self.strategy.frozen)}, "
+                f"lora.rank={self.lora.rank})`: with factors all else is frozen already; choose "
+                "layers by `--lora.paths`, and leave `frozen` out."
+            )
         _check_whole(self, "seed", least=0, most=2**63 - 1)
         for name in ("name", "folder", "cache", "prompt", "start"):
             value = getattr(self, name)
@@ -284,7 +309,7 @@ class Run:
     @property
     def step_strategy(self) -> sl.Strategy:
         """The strategy of the step: beside factors that learn, all else is frozen."""
-        if not self.lora.rank or self.strategy.frozen:
+        if not self.lora.rank:
             return self.strategy
         return dataclasses.replace(self.strategy, frozen=sl.lora.FROZEN)
 
@@ -481,6 +506,8 @@ def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
         if get_origin(kind) is Literal
         for one in get_args(kind)
     ]
+    if name == "chat" and text.startswith("Chat("):
+        return _value(name, text)
     if name in ("separator", "prompt"):  # a newline is typed as \n
         return _unescaped(name, text) if text.lower() != "none" else None
     if hint is str or text in choices:

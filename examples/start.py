@@ -1,6 +1,7 @@
 """The weights that a run begins with: those of a published model, or of another run."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import shardlib as sl
 from examples.run import Run, override, recorded
 from models import decoding, hub
+from shardlib.data import prepare
 
 
 def started(run: Run, state: sl.State) -> sl.State:
@@ -46,6 +48,21 @@ def restored(folder: Path, strategy: sl.Strategy, step: int | None = None) -> tu
         found = checkpoints.restore(like, step=step)
     model = found.state.model
     return (sl.lora.merged(model) if run.lora.rank else model), found.step
+
+
+def tokenizer_of(folder: Path) -> str:
+    """The tokenizer of a run; one that it has learned is a file beside its tokens."""
+    run = recorded(folder / "run.json")
+    if not run.data.tokenizer.startswith("bpe:"):
+        return run.data.tokenizer
+    prepared = prepare(run.data, run.cache or None)
+    if prepared.train.fingerprint != json.loads((folder / "run.json").read_text()).get("train"):
+        raise SystemExit(
+            f"The tokenizer of `{folder}`, `{run.data.tokenizer}`, was learned from texts, "
+            f"`data.files={run.data.files!r}`, that have changed since, so that its tokens would "
+            "be others. Put the texts back as they were."
+        )
+    return str(prepared.folder / "tokenizer.json")
 
 
 def to_read(run: Run, mesh: str | None = None, rules: str | None = None) -> sl.Strategy:

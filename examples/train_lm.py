@@ -192,6 +192,8 @@ def check_tokens(run: Run, prepared: shardlib.data.Prepared) -> None:
             f"The tokenizer `{run.data.tokenizer}` has {prepared.train.vocab} tokens, and "
             f"`model.vocab` is {run.model.vocab}: `--model.vocab {prepared.train.vocab}`."
         )
+    if not run.prompt:
+        return
     try:
         size = len(run.prompt_ids(prepared.tokenizer, run.prompt))
     except ValueError as error:

@@ -136,7 +136,10 @@ def _kind_of(config: gpt.GPTConfig) -> str:
     """The type of a model by its name among those that are published."""
     sparse = isinstance(config, moe.MoEConfig)
     is_gpt2 = config.positions == "learned" and config.norm == "layer" and config.mlp == "gelu"
-    if is_gpt2 and not sparse and config.bias and config.norm_first and not config.query_key_norm:
+    plain_heads = config.kv_heads in (None, config.heads)
+    plain_heads = plain_heads and config.dims["head_dim"] * config.heads == config.width
+    is_gpt2 = is_gpt2 and plain_heads and not sparse and not config.query_key_norm
+    if is_gpt2 and config.bias and config.norm_first:
         return "gpt2"
     is_llama = config.positions == "rotary" and config.norm == "rms" and config.mlp == "swiglu"
     if is_llama and not config.bias and config.norm_first and config.latent is None:
@@ -149,14 +152,14 @@ def _kind_of(config: gpt.GPTConfig) -> str:
             return "qwen3_moe" if config.query_key_norm else "mixtral"
     raise ValueError(
         f"No published model has the layers of {config}: known are GPT-2's, and those of Llama, "
-        "Qwen 3 and Mixtral, with all that they have."
+        "Qwen 2, Qwen 3 and Mixtral, with all that they have."
     )
 
 
 def _is_mixtral(config: moe.MoEConfig) -> bool:
     """Whether a model has experts as Mixtral has them: alike in all blocks, and nothing beside."""
     plain = moe.MoEConfig(1, 2, 1, 1, 1)
-    same = ("every", "shared_experts", "dense_layers", "balance_bias", "z")
+    same = ("every", "shared_experts", "dense_layers", "balance_bias", "z", "qkv_bias")
     router = config.router
     if not isinstance(router, sl.experts.TopK) or router != sl.experts.TopK(router.choices):
         return False

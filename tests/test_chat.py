@@ -65,20 +65,25 @@ def test_records_are_read_in_every_form(form):
     assert messages_of(FORMS[form], None) == EXPECTED.get(form, ASKED[:2])
 
 
+def test_a_system_may_speak_first():
+    record = FORMS["conversations"] | {"system": "Be brief."}
+    assert messages_of(record, None) == [("system", "Be brief."), *ASKED]
+
+
 def test_messages_may_be_under_another_key():
     assert messages_of({"turns": FORMS["messages"]["messages"]}, "turns") == ASKED
 
 
 WRITTEN = {
     "chatml": "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n[2<|im_end|>]\n"
-    "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n[Yes.<|im_end|>]\n",
+    "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n[Yes.<|im_end|>]",
     "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n1 + 1?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n[2<|eot_id|>]"
     "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n[Yes.<|eot_id|>]",
     "gemma": "<bos><start_of_turn>user\n1 + 1?<end_of_turn>\n<start_of_turn>model\n[2<end_of_turn>]\n"
-    "<start_of_turn>user\nSure?<end_of_turn>\n<start_of_turn>model\n[Yes.<end_of_turn>]\n",
-    "plain": "### user:\n1 + 1?\n\n### assistant:\n[2\n]\n### user:\nSure?\n\n### assistant:\n[Yes.\n]\n",
+    "<start_of_turn>user\nSure?<end_of_turn>\n<start_of_turn>model\n[Yes.<end_of_turn>]",
+    "plain": "### user:\n1 + 1?\n\n### assistant:\n[2\n]\n### user:\nSure?\n\n### assistant:\n[Yes.\n]",
     "bare": "1 + 1?[2]Sure?[Yes.]",
 }
 
@@ -108,6 +113,34 @@ def test_markers_are_special_tokens_and_words_are_not(tokenizer):
     assert loaded.encode_marker("<|im_end|>x<|im_end|>").tolist() == [3, 2]
 
 
+def test_a_prompt_has_the_tokens_that_documents_begin_with(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    marks = tokenizers.pre_tokenizers
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = marks.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=marks.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # Two ends of lines are one token.
+    inner.train_from_iterator(["a\n\nb\n\n"] * 9, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert len(loaded.encode_batch(["\n\n"])[0]) == 1
+    for chat in (CHATS["plain"], CHATS["bare"]):
+        (whole,) = encode_documents(loaded, [chat.document(ASKED)])
+        for number in (1, 3):
+            begun = chat.prompt_ids(loaded, ASKED[:number])
+            np.testing.assert_array_equal(whole.ids[: len(begun)], begun)
+        assert chat.end_of_turn(loaded) is None
+
+
+def test_a_special_token_ends_a_turn(tokenizer):
+    loaded = load_tokenizer(tokenizer, end="<|endoftext|>")
+    assert CHATS["chatml"].end_of_turn(loaded) == SPECIAL.index("<|im_end|>")
+
+
 @pytest.mark.parametrize("documents", ["cut", "whole"])
 def test_targets_count_where_the_assistant_speaks(documents, tmp_path, tokenizer):
     records = [FORMS[form] for form in ("messages", "prompt", "instruction")]
@@ -126,7 +159,8 @@ def test_targets_count_where_the_assistant_speaks(documents, tmp_path, tokenizer
         assert "".join(learned) == "2Yes.22"
     else:  # the last window would not be full
         assert "2Yes.22".startswith("".join(learned)) and "2Yes." in "".join(learned)
-    assert prepared.train.learned == len("2Yes.22") + 4
+    # The ends of four turns, and of three documents.
+    assert prepared.train.learned == len("2Yes.22") + 4 + 3
     assert f"{prepared.train.learned} tokens of train are learned" in str(prepared)
     with pytest.raises(ValueError, match="has no bits per byte"):
         prepared.train.bits_per_byte(1.0)
@@ -182,6 +216,15 @@ BAD = {
     "nothing learned": (
         {"messages": [{"role": "user", "content": "Hi"}]},
         "nothing to learn: no message of `assistant`",
+    ),
+    "tools": (FORMS["messages"] | {"tools": [{}]}, "`tools`, which the formats here"),
+    "calls": (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+        "a message with `tool_calls`",
+    ),
+    "weight": (
+        {"messages": [{"role": "assistant", "content": "x", "weight": 0}]},
+        "a message with `weight`",
     ),
     "half": ({"prompt": "\ud800", "completion": "x"}, "half of a character"),
 }

@@ -15,9 +15,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import shardlib as sl
 from examples import export, finetune, generate
-from examples.run import recorded
+from examples.run import override, recorded
 from models import gpt, hub, moe
 from shardlib._tree import named_leaves
+from shardlib.data import Chat
 
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("tokenizers")
@@ -113,8 +114,10 @@ def test_a_published_model_is_tuned_stopped_continued_asked_and_exported(
     changed = {name for name in tuned if not np.array_equal(tuned[name], before[name])}
     kernels = {name for name in tuned if "_proj." in name}
     assert changed == kernels
+    out = tmp_path / "straight-out"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "straight-out" / name).read_text() == (start / name).read_text()
+        assert (out / name).read_text() == (start / name).read_text()
+    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": [1]}
     capsys.readouterr()
     generate.main([str(straight), "--prompt", "1 + 2?", "--tokens", "4"])
     answer = capsys.readouterr().out
@@ -137,6 +140,8 @@ def test_a_run_of_ours_is_tuned_whole_and_exported(tmp_path, capsys, no_cache):
     of = recorded(second / "run.json").model
     read = hub.config(tmp_path / "two")
     assert hub.description(read) == hub.description(of)
+    said = json.loads((tmp_path / "two" / "tokenizer_config.json").read_text())
+    assert said["eos_token"] == "<|endoftext|>"
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert all(tensor.dtype.name == "bfloat16" for tensor in two.values())
     for name in one:
@@ -196,7 +201,12 @@ def test_configurations_are_written_and_read(kind, tmp_path):
 
 
 def test_configurations_that_nobody_publishes_are_refused():
+    sparse = DESCRIBED["mixtral"]
     for config in (
+        dataclasses.replace(sparse, qkv_bias=True),
+        dataclasses.replace(sparse, z=0.1),
+        gpt.tiny(kv_heads=2),
+        gpt.tiny(head_dim=8),
         gpt.tiny(norm="rms"),
         gpt.tiny(norm_first=False),
         moe.MoEConfig(2, 32, 4, 64, 96),
@@ -211,11 +221,25 @@ def refused(*arguments):
     return str(caught.value)
 
 
+def test_patterns_and_formats_are_read_from_the_command_line(tmp_path):
+    run = finetune.tuned(str(published(tmp_path / "small")), "x.jsonl")
+    chat = "Chat(before='[{role}] ', after='.')"
+    run = override(run, ["--lora.paths", ".*/(query|value)", "--data.chat", chat])
+    assert run.lora.paths == (".*/(query|value)",)
+    assert run.data.chat == Chat(before="[{role}] ", after=".")
+    (tmp_path / "run.json").write_text(json.dumps(run.lines()))
+    assert recorded(tmp_path / "run.json") == run
+
+
 def test_folders_that_cannot_be_started_from_are_named(tmp_path):
     assert "neither a `config.json`" in refused(tmp_path, "x.jsonl")
     start = published(tmp_path / "small")
     assert "did you mean" in refused(start, chats(tmp_path), "--lora.rnk", "2")
     assert "a whole number" in refused(start, chats(tmp_path), "--lora.rank", "-1")
+    assert "no regular expression" in refused(start, chats(tmp_path), "--lora.paths", "(")
+    assert "Muon moves kernels" in refused(start, chats(tmp_path), "--optimizer", "muon")
+    frozen = ("--strategy.frozen", "('embedding',)")
+    assert "all else is frozen already" in refused(start, chats(tmp_path), *frozen)
     (start / "tokenizer.json").unlink()
     assert "has no `tokenizer.json`" in refused(start, "x.jsonl")
     (start / "config.json").write_text('{"model_type": "bert"}')

@@ -295,7 +295,8 @@ class _Part:
             pieces += [document.ids, self.end]
             lengths.append(len(document.ids) + 1)
             # The end of a document is learned with the last that is said in it.
-            learned += [document.learned, document.learned[-1:]]
+            is_end_learned = document.learned.size > 0 and document.learned[-1]
+            learned += [document.learned, np.array([is_end_learned])]
         # Before ids are cut to the dtype in which they are stored, each must be in the vocabulary.
         joined = np.concatenate(pieces)
         highest = int(joined.max())

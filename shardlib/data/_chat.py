@@ -6,7 +6,8 @@ r"""Conversations as documents: how their turns are written, and which of it is 
                                                                   -----------  learned
 
 A document is made of pieces. What messages say is encoded piece by piece, so that a text which
-reads `<|im_end|>` ends no turn: only the format's own markers are special tokens.
+reads `<|im_end|>` ends no turn: only the format's own markers are special tokens, where the
+tokenizer marks them as such.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,7 @@ class Chat:
 
     A turn is `before`, in which `{role}` is replaced, what its message says, and `after`. A learned
     turn is learned from its first word to the end of `after`, so that a model ends its turn; never
-    `before`, nor what stands `between` turns.
+    `before`, nor what stands `between` turns. With the last turn, the end of the document is.
 
     - `before`, `after`, `between`: around messages.
     - `begin`: what a conversation begins with.
@@ -139,15 +140,19 @@ class Chat:
             ]
         if not any(piece.is_learned for piece in pieces):
             raise ValueError(f"nothing to learn: no message of {listed(self.learned)}")
-        pieces.append(Piece(self.between, is_marker=True, is_learned=False))
         return Document(tuple(piece for piece in pieces if piece.text))
 
     def prompt(self, messages: Sequence[tuple[str, str]], role: str = "assistant") -> Document:
         """A conversation up to where a role begins to speak."""
         pieces = [Piece(self.begin, is_marker=True)]
         for each, content in messages:
-            after = Piece(self.after + self.between, is_marker=True)
-            pieces += [self._opening(each), Piece(content), after]
+            # Piece by piece, as in documents, so that tokens are the same.
+            pieces += [
+                self._opening(each),
+                Piece(content),
+                Piece(self.after, is_marker=True),
+                Piece(self.between, is_marker=True),
+            ]
         pieces.append(self._opening(role))
         return Document(tuple(piece for piece in pieces if piece.text))
 
@@ -156,9 +161,11 @@ class Chat:
         return encode_documents(tokenizer, [self.prompt(messages)])[0].ids
 
     def end_of_turn(self, tokenizer: Tokenizer) -> int | None:
-        """The token that ends a turn; None if a turn does not end in one token."""
-        ids = tokenizer.encode_marker(self.after)
-        return int(ids[0]) if len(ids) == 1 else None
+        """The special token that ends a turn; None if a turn ends in words."""
+        if self.after not in self.special:
+            return None
+        (token,) = tokenizer.encode_marker(self.after)
+        return int(token)
 
     def _opening(self, role: str) -> Piece:
         """What stands before a message."""
@@ -230,7 +237,15 @@ _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "ass
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
 LISTS = ("messages", "conversations", "conversation")
 """Keys under which a record may have a list of messages."""
-KEYS = (*LISTS, "instruction", "input", "output", *{key for pair in _PAIRS for key in pair})
+KEYS = (
+    *LISTS,
+    "system",
+    "tools",
+    "instruction",
+    "input",
+    "output",
+    *{key for pair in _PAIRS for key in pair},
+)
 """All keys that a record with a conversation may have."""
 
 
@@ -238,12 +253,16 @@ def messages_of(record: Mapping[str, Any], key: str | None) -> list[tuple[str, s
     """The roles and what they say in a record, in one of the forms that are in use.
 
     A list of messages under `key`, or else under one of `LISTS`, each with `role` and `content` or
-    `from` and `value`; a question and its answer, such as `prompt` and `completion`; or an
-    `instruction`, with an `input` or without, and its `output`. Anything else is a `ValueError`.
+    `from` and `value`, before which `system` may stand; a question and its answer, such as `prompt`
+    and `completion`; or an `instruction`, with an `input` or without, and its `output`. Anything
+    else is a `ValueError`.
     """
+    if record.get("tools"):
+        raise ValueError("`tools`, which the formats here do not write")
     lists = [name for name in ((key,) if key else LISTS) if name in record]
     if lists:
-        return _listed_messages(record[lists[0]], lists[0])
+        said_first = [("system", _text(record, "system"))] if record.get("system") else []
+        return said_first + _listed_messages(record[lists[0]], lists[0])
     pairs = [pair for pair in _PAIRS if not key and set(pair) <= record.keys()]
     if pairs:
         question, answer = pairs[0]
@@ -270,6 +289,11 @@ def _listed_messages(messages: Any, key: str) -> list[tuple[str, str]]:
     for message in messages:
         if not isinstance(message, Mapping):
             raise ValueError(f"`{key}` has {shown(message)}, which is no message")
+        for unknown in ("tool_calls", "weight"):
+            if message.get(unknown) not in (None, [], 1):
+                raise ValueError(
+                    f"`{key}` has a message with `{unknown}`, which the formats here do not know"
+                )
         names = ("role", "content") if "role" in message else ("from", "value")
         if not set(names) <= message.keys():
             raise ValueError(
