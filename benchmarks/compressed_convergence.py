@@ -22,7 +22,7 @@ its end, restored, and goes on: on as many devices, where `restart_differs` coun
 are not what they are without stopping, bit for bit; and with half as many workers, where
 `restart_ratio` is the larger of the two losses over the other.
 
-Some four hours on two cores; `--methods` takes some of them. With `--runs FILE` what each run has
+Some five hours on two cores; `--methods` takes some of them. With `--runs FILE` what each run has
 learned is written there as it ends, and runs that are there already are not made again.
 
     python -m benchmarks.compressed_convergence --json [--plot docs/compressed_convergence.svg]
@@ -158,7 +158,7 @@ def batches(seed: int, several: int) -> Iterator[Any]:
 
 
 ADAM = Run(EVERY_DEVICE, sl.Exact(), adam)
-ON_TWO: dict[str, Any] = {"mesh": TWO, "optimizer": sgd, "longer": 4}
+ON_TWO: dict[str, Any] = {"mesh": TWO, "optimizer": sgd, "longer": 8}
 BY_FOUR: dict[str, Any] = {"mesh": PODS, "optimizer": adam, "windows": 4}
 METHODS = {
     "zero_one_adam": Method(
