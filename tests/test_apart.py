@@ -655,7 +655,7 @@ WITHIN = {
 
 @pytest.mark.representative("sequences")
 @pytest.mark.long
-@pytest.mark.sentinel("experts", "fsdp")
+@pytest.mark.sentinel("fsdp")
 @pytest.mark.parametrize("name", WITHIN)
 def test_a_worker_steps_as_a_run_alone(name):
     """Two steps of each pod, and of a run on a mesh of one pod with the pod's examples."""

@@ -169,6 +169,7 @@ def test_fit_resumes_on_another_mesh_and_zero_stage(undisturbed, tmp_path, other
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_fit_saves_on_sigterm_and_resumes(undisturbed, tmp_path):
     def interrupted(batches):
         for number, batch in enumerate(batches):

@@ -118,6 +118,8 @@ def test_a_model_begins_as_it_was_and_only_factors_learn():
     assert len(moments) == 2 * 14
 
 
+@pytest.mark.long
+@pytest.mark.sentinel("pod=2,data=2,model=2-3")
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("mesh", ["data=8,model=1", "data=2,model=4", "pod=2,data=2,model=2"])
 def test_every_mesh_learns_what_one_device_learns(mesh, zero):
@@ -182,6 +184,7 @@ def test_only_factors_are_summed_and_no_gradient_of_a_kernel_is_taken(platform):
     assert 2 / 3 < ratio < 0.75
 
 
+@pytest.mark.long
 def test_weights_are_loaded_beside_factors_and_saved_with_them(tmp_path):
     table = hub.table(CONFIG)
     published = gpt.GPT(CONFIG, rngs=nnx.Rngs(5))
