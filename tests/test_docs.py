@@ -26,12 +26,15 @@ import shardlib.kernels
 import shardlib.launch
 import shardlib.optimizers
 import shardlib.testing
-from examples.run import from_command_line
+from examples import finetune
+from examples.run import from_command_line, override
+from models import gpt, hub
 from shardlib.__main__ import parser
 from shardlib.pipeline.schedules._draw import DARK
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = [ROOT / "examples" / name for name in ("train_lm.py", "finetune.py")]
 LAUNCH = sorted((ROOT / "examples" / "launch").iterdir())
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
 FIRST_RUN = ROOT / "docs" / "how-to" / "first-run.md"
@@ -103,7 +106,7 @@ def take_the_first_run(folder):
     )
 
 
-@pytest.mark.parametrize("page", [ROOT / "examples" / "train_lm.py", *PAGES, *LAUNCH], ids=called)
+@pytest.mark.parametrize("page", [*EXAMPLES, *PAGES, *LAUNCH], ids=called)
 def test_docs_commands_are_accepted_by_their_programs(page, elsewhere):
     for block in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", page.read_text(), re.DOTALL):
         Path(block[1]).write_text(block[0])
@@ -115,6 +118,8 @@ def test_docs_commands_are_accepted_by_their_programs(page, elsewhere):
             from_command_line(arguments)
         except SystemExit as end:
             assert end.code == 0, f"{arguments}: {end}"  # it was asked for help
+    for _, files, *changes in commands(page, r"python examples/finetune\.py"):
+        override(finetune.tuned(str(published_folder()), files), changes)
     for arguments in commands(page, r"python -m shardlib\.launch"):
         if arguments:
             shardlib.launch._parse(arguments)
@@ -126,6 +131,16 @@ def test_docs_commands_are_accepted_by_their_programs(page, elsewhere):
             assert f"def {function or 'run'}(" in (ROOT / path).read_text()
     for arguments in commands(page, "python -m shardlib pipeline"):
         parser().parse_args(["pipeline", *arguments])
+
+
+def published_folder():
+    """A folder that has what `finetune.py` looks at before it reads weights and texts."""
+    folder = Path("published")
+    folder.mkdir(exist_ok=True)
+    config = gpt.llama31_8b()
+    (folder / "config.json").write_text(json.dumps(hub.description(config)))
+    (folder / "tokenizer.json").touch()
+    return folder
 
 
 def test_docs_install_commands_name_existing_extras():
