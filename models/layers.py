@@ -93,8 +93,8 @@ class Projection(nnx.Module):
         """
         if self.adapter is None:
             return product
-        low = lay_out(self.adapter.lowered(x), (*layouts[0][: -self.outputs], None))
-        return product + lay_out(self.adapter.raised(low), *layouts)
+        low = lay_out(self.adapter.project_down(x), (*layouts[0][: -self.outputs], None))
+        return product + lay_out(self.adapter.project_up(low), *layouts)
 
     def add_bias(self, product: jax.Array) -> jax.Array:
         """A product with the bias added, where there is one."""

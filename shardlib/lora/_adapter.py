@@ -46,12 +46,12 @@ class Kernel:
         return dims[:stacked], dims[middle:], dims[stacked:middle]
 
     @property
-    def features(self) -> int:
+    def in_features(self) -> int:
         """How many numbers each output is a sum over."""
         return math.prod(self._divided(self.shape)[1])
 
     @property
-    def made(self) -> int:
+    def out_features(self) -> int:
         """How many outputs there are."""
         return math.prod(self._divided(self.shape)[2])
 
@@ -95,7 +95,7 @@ class Adapter(nnx.Module):
         self.rank, self.scale = rank, scale
         self.inputs, self.outputs = kernel.inputs, kernel.outputs
         self.inputs_first = kernel.inputs_first
-        bound = 1 / math.sqrt(kernel.features)
+        bound = 1 / math.sqrt(kernel.in_features)
 
         def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             return jax.random.uniform(key, shape, dtype, -bound, bound)
@@ -111,15 +111,15 @@ class Adapter(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """What is added to the layer's product of `x`."""
-        return self.raised(self.lowered(x))
+        return self.project_up(self.project_down(x))
 
-    def lowered(self, x: jax.Array) -> jax.Array:
+    def project_down(self, x: jax.Array) -> jax.Array:
         """The first product: `(..., rank)`, of `x` whose last dims are the inputs."""
         last = tuple(range(-self.inputs, 0))
         return jnp.tensordot(x, self.down[...].astype(x.dtype), (last, last))
 
-    def raised(self, low: jax.Array) -> jax.Array:
-        """The second product, times the scale: the outputs, of what `lowered` gives."""
+    def project_up(self, low: jax.Array) -> jax.Array:
+        """The second product, times the scale: the outputs, of what `project_down` gives."""
         return self.scale * jnp.tensordot(low, self.up[...].astype(low.dtype), (-1, -1))
 
     def added_to(self, kernel: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ def add(
     for path in _chosen(paths, layers):
         layer = layers[path]
         kernel = _kernel(layer)
-        smaller = min(kernel.features, kernel.made)
+        smaller = min(kernel.in_features, kernel.out_features)
         if rank > smaller:
             raise ValueError(
                 f"`lora.add(rank={rank})`: `{path or 'the model'}` has a kernel of rank {smaller} "

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
+from shardlib.step._precision import check_patterns
 from shardlib.step._state import State, combine
 from shardlib.weights._table import Rule, Table, rules_by_path
 from shardlib.weights._tensor_files import TensorFiles, is_floating, open_tensors
@@ -77,16 +78,12 @@ def load(
 def _without_kept(leaves: Mapping[str, Any], keep: tuple[str, ...]) -> dict[str, Any]:
     """The leaves that no pattern matches; each pattern must match one."""
     check.patterns(OP, "keep", keep)
-    kept: set[str] = set()
-    for pattern in keep:
-        matched = [path for path in leaves if re.fullmatch(pattern, path)]
-        if not matched:
-            raise ValueError(
-                f"`load(keep=...)`: the pattern `{pattern}` matches no parameter. The paths are: "
-                f"{', '.join(leaves)}."
-            )
-        kept.update(matched)
-    return {path: leaf for path, leaf in leaves.items() if path not in kept}
+    check_patterns("load(keep=...)", keep, leaves)
+
+    def is_kept(path: str) -> bool:
+        return any(re.fullmatch(pattern, path) for pattern in keep)
+
+    return {path: leaf for path, leaf in leaves.items() if not is_kept(path)}
 
 
 def _check_leaf(path: str, leaf: Any) -> None:
