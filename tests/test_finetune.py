@@ -149,39 +149,16 @@ def test_a_run_of_ours_is_tuned_whole_and_exported(tmp_path, capsys, no_cache):
         assert 0 < near < 0.1, name
 
 
+LLAMA = {"norm": "rms", "positions": "rotary", "mlp": "swiglu", "bias": False}
+MIXTRAL = moe.MoEConfig(2, 32, 4, 64, 96, tied=False, **LLAMA)
 DESCRIBED = {
     "gpt2": gpt.tiny(),
     "llama": CONFIG,
-    "qwen3": gpt.GPTConfig(
-        2,
-        32,
-        4,
-        64,
-        96,
-        norm="rms",
-        positions="rotary",
-        mlp="swiglu",
-        bias=False,
-        query_key_norm=True,
-    ),
-    "qwen2": dataclasses.replace(CONFIG, qkv_bias=True),
     "llama3.1": dataclasses.replace(CONFIG, rope_scaling=gpt.RopeScaling(4.0, context=32)),
-    "mixtral": moe.MoEConfig(
-        2, 32, 4, 64, 96, norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False
-    ),
-    "qwen3_moe": moe.MoEConfig(
-        2,
-        32,
-        4,
-        64,
-        96,
-        norm="rms",
-        positions="rotary",
-        mlp="swiglu",
-        bias=False,
-        query_key_norm=True,
-        expert_hidden=24,
-    ),
+    "qwen2": dataclasses.replace(CONFIG, qkv_bias=True),
+    "qwen3": gpt.GPTConfig(2, 32, 4, 64, 96, query_key_norm=True, **LLAMA),
+    "mixtral": MIXTRAL,
+    "qwen3_moe": dataclasses.replace(MIXTRAL, query_key_norm=True, expert_hidden=24, tied=True),
 }
 
 
@@ -201,7 +178,7 @@ def test_configurations_are_written_and_read(kind, tmp_path):
 
 
 def test_configurations_that_nobody_publishes_are_refused():
-    sparse = DESCRIBED["mixtral"]
+    sparse = MIXTRAL
     for config in (
         dataclasses.replace(sparse, qkv_bias=True),
         dataclasses.replace(sparse, z=0.1),
