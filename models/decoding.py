@@ -22,7 +22,6 @@ the sum of exponentials and the result of each query; keys and values stay where
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,8 +32,8 @@ from flax import nnx
 from jax.core import Tracer
 
 import shardlib as sl
-from models.gpt import GPT, Seen, rotations_of
-from models.layers import HEADS, Attention
+from models.gpt import GPT, Seen, turned
+from models.layers import HEADS, Attention, Scores
 
 # Layers are whole on every device: were they split, each turn of the loop would gather all of them.
 CACHE = (None, "batch", "act_kv_heads", "cache_seq", "head_dim")
@@ -139,7 +138,7 @@ def _prefill(
             kept.append(sl.shard(jnp.pad(x_BSGK.swapaxes(1, 2), room), *CACHE[1:]))
         return attention.attend(q_BSHK, k_BSGK, v_BSGK, segments_BS), tuple(kept)
 
-    def turn(blocks: Any, x_BSD: jax.Array, _: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
+    def turn(blocks: Any, x_BSD: jax.Array, first: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
         kept = []
         for block in blocks.blocks:
             x_BSD, of_block = block.by(attend, x_BSD, seen)
@@ -148,7 +147,7 @@ def _prefill(
 
     x_BSD, seen = _embedded(model, tokens_BS, jnp.arange(S), padding_B)
     x_BSD, kept = _loop(model, turn, x_BSD, seen)
-    k_LBGCK, v_LBGCK = (sl.shard(x.reshape(-1, *x.shape[2:]), *CACHE) for x in kept)
+    k_LBGCK, v_LBGCK = (sl.shard(_of_all_layers(x), *CACHE) for x in zip(*kept, strict=True))
     return _logits(model, x_BSD), Cache(k_LBGCK, v_LBGCK, jnp.int32(S), padding_B)
 
 
@@ -178,11 +177,10 @@ def _extend(model: GPT, tokens_BS: jax.Array, cache: Cache) -> tuple[jax.Array, 
     if padding_B is not None:
         segments = _segments(padding_B, numbers), _segments(padding_B, jnp.arange(cache.slots))
 
-    def turn(blocks: Any, carry: Any, number: jax.Array, seen: Seen) -> tuple[Any, None]:
+    def turn(blocks: Any, carry: Any, first: jax.Array, seen: Seen) -> tuple[Any, None]:
         x_BSD, (k_LBGCK, v_LBGCK) = carry
-        for own, block in enumerate(blocks.blocks):
-            layer = number * len(blocks.blocks) + own
-            past = _Past(k_LBGCK, v_LBGCK, layer, at, segments)
+        for number, block in enumerate(blocks.blocks):
+            past = _Past(k_LBGCK, v_LBGCK, first + number, at, segments)
             x_BSD, (k_LBGCK, v_LBGCK) = block.by(functools.partial(_attend, past), x_BSD, seen)
         return (x_BSD, (k_LBGCK, v_LBGCK)), None
 
@@ -220,16 +218,16 @@ def _attend(
     # The scores of one query are few. The partitioner splits their products and their softmax over
     # devices that have different slots, and compilers read each key once.
     if q_BSHK.shape[1] == 1 or attention.implementation == "xla":
-        return _plain(past, q_BSHK, *own), tuple(kept)
+        return _plain(past, attention.scores, q_BSHK, *own), tuple(kept)
     y_BSHK = sl.kernels.attention(
         q_BSHK,
         *(x_BGCK.swapaxes(1, 2) for x_BGCK in own),
         names=HEADS,
         kv_names=KEYS,
-        causal=True,
         starts=(past.at, 0),
         segment_ids=past.segments,
         implementation=attention.implementation,
+        **attention.scores.options,
     )
     return y_BSHK, tuple(kept)
 
@@ -260,17 +258,20 @@ def _written(x_LBGCK: jax.Array, new_BGSK: jax.Array, layer: Any, at: Any) -> ja
     return write(x_LBGCK, new_BGSK, layer, at, jnp.arange(C))
 
 
-def _plain(past: _Past, q_BSHK: jax.Array, k_BGCK: jax.Array, v_BGCK: jax.Array) -> jax.Array:
+def _plain(
+    past: _Past, scores: Scores, q_BSHK: jax.Array, k_BGCK: jax.Array, v_BGCK: jax.Array
+) -> jax.Array:
     """Attention with all scores in memory. What is behind a query, written or not, is not seen."""
     (B, S, H, K), (G, C) = q_BSHK.shape, k_BGCK.shape[1:3]
-    seen_BSC = (jnp.arange(C) <= (past.at + jnp.arange(S))[:, None])[None]
+    seen_BSC = scores.seen(past.at + jnp.arange(S), jnp.arange(C))[None]
     if past.segments is not None:
         own_BS, other_BC = past.segments
         seen_BSC &= own_BS[:, :, None] == other_BC[:, None, :]
     wide: Any = {"preferred_element_type": jnp.float32}
     # R query heads for each key head.
     q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
-    z_BGSRC = jnp.einsum("bsgrk,bgck->bgsrc", q_BSGRK, k_BGCK, **wide) / math.sqrt(K)
+    z_BGSRC = jnp.einsum("bsgrk,bgck->bgsrc", q_BSGRK, k_BGCK, **wide)
+    z_BGSRC = scores.scaled(z_BGSRC, K)
     z_BGSRC = jnp.where(seen_BSC[:, None, :, None], z_BGSRC, -jnp.inf)
     shares_BGSRC = jax.nn.softmax(z_BGSRC, axis=-1).astype(v_BGCK.dtype)
     y_BGSRK = jnp.einsum("bgsrc,bgck->bgsrk", shares_BGSRC, v_BGCK, **wide)
@@ -294,24 +295,37 @@ def _embedded(
         positions = jnp.maximum(slots_S - padding_B[:, None], 0)
         real_BS = slots_S >= padding_B[:, None]
     x_BSD = model._embed(sl.shard(tokens_BS, "batch", "seq"), positions)
-    rotation = None
+    seen = Seen(real_BS=real_BS)
     if model.config.positions == "rotary":
-        config = model.config
-        rotation = rotations_of(config, positions)
-    return x_BSD, Seen(rotation=rotation, real_BS=real_BS)
+        seen = turned(seen, model.config, positions)
+    return x_BSD, seen
 
 
-def _loop(model: GPT, turn: Callable[..., Any], carry: Any, seen: Seen) -> tuple[Any, Any]:
-    """What turns of blocks make of `carry`, one after the other, and what each gives besides."""
-    turns = model.config.layers // getattr(model.config, "every", 1)
+def _loop(model: GPT, turn: Callable[..., Any], carry: Any, seen: Seen) -> tuple[Any, list[Any]]:
+    """What turns of blocks make of `carry`, one after the other, and what each stack of blocks
+    gives besides. A turn is told the number of its first layer.
+    """
     axes = {
         "in_axes": (0, nnx.Carry, 0, None),
         "out_axes": (nnx.Carry, 0),
         "transform_metadata": {nnx.PARTITION_NAME: "layers"},
         "unroll": model.config.unroll,
     }
-    blocks = nnx.view(model.blocks, deterministic=True)
-    return nnx.scan(turn, **axes, graph_updates=False)(blocks, carry, jnp.arange(turns), seen)
+    first, given = 0, []
+    for stack in model.stacks:
+        blocks = nnx.view(stack.blocks, deterministic=True)
+        size = len(stack.blocks.blocks)
+        numbers = first + size * jnp.arange(stack.count)
+        loop = nnx.scan(turn, **axes, graph_updates=False)
+        carry, of_stack = loop(blocks, carry, numbers, seen)
+        given.append(of_stack)
+        first += size * stack.count
+    return carry, given
+
+
+def _of_all_layers(stacks: Sequence[jax.Array]) -> jax.Array:
+    """Keys or values of all layers, of those that turns of stacks give."""
+    return jnp.concatenate([x.reshape(-1, *x.shape[2:]) for x in stacks])
 
 
 def _logits(model: GPT, x_BSD: jax.Array) -> jax.Array:
@@ -322,13 +336,12 @@ def _logits(model: GPT, x_BSD: jax.Array) -> jax.Array:
 def check_cached(model: GPT) -> None:
     """Refuse a model whose keys and values the cache has no place for."""
     config = model.config
-    for field, what in (("latent", "latents"), ("dense_layers", "layers of two stacks")):
-        if (value := getattr(config, field, None)) is not None:
-            raise ValueError(
-                f"A model of `{type(config).__name__}({field}={value!r})` is not decoded with a "
-                f"cache: there is none of {what} yet. Take the likeliest tokens of whole passes, "
-                "`model(tokens)`."
-            )
+    if config.latent is not None:
+        raise ValueError(
+            f"A model of `{type(config).__name__}(latent={config.latent!r})` is not decoded with a "
+            "cache: there is none of latents yet. Take the likeliest tokens of whole passes, "
+            "`model(tokens)`."
+        )
 
 
 def checked_tokens(what: str, tokens_BS: Any) -> jax.Array:

@@ -1,10 +1,11 @@
-"""One decoder that is GPT-1, GPT-2 and Llama by configuration: Flax NNX, every dim named, no device
-mentioned.
+"""One decoder that is GPT-1, GPT-2, Llama, Qwen and Gemma by configuration: Flax NNX, every dim
+named, no device mentioned.
 
 Its layers, the suffixes of shapes and the names of dims are those of `models/layers.py`.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ from flax import nnx
 import shardlib as sl
 from models.gpt_config import GPTConfig as GPTConfig
 from models.gpt_config import LatentAttention as LatentAttention
+from models.gpt_config import LinearScaling as LinearScaling
 from models.gpt_config import RopeScaling as RopeScaling
+from models.gpt_config import YarnScaling as YarnScaling
 from models.gpt_config import gpt1 as gpt1
 from models.gpt_config import gpt2 as gpt2
 from models.gpt_config import gpt2_xl as gpt2_xl
@@ -40,13 +43,18 @@ from models.layers import (
     named,
     normal,
     parameter,
+    softly_capped,
 )
+from models.rotary import rotations as rotations
+
+LAST = "last_layers"  # the dim of the stack of layers that are left after whole periods
 
 
 class Seen(NamedTuple):
     """What a block sees beside the residual stream: the same in all blocks."""
 
     rotation: Rotation | None = None  # of positions
+    local_rotation: Rotation | None = None  # in layers with a window, where theirs is another
     segments_BS: jax.Array | None = None  # a token sees those of its own segment
     memory_BTD: jax.Array | None = None  # what an encoder made, for cross-attention
     memory_segments_BT: jax.Array | None = None
@@ -71,19 +79,32 @@ class Block(nnx.Module):
     """Attention, then the MLP, each beside the residual stream, with its norm before (GPT-2) or
     after (GPT-1).
 
-    With `cross`, a decoder's: between the two it attends to what an encoder made.
+    With `cross`, a decoder's: between the two it attends to what an encoder made. One that is
+    `local` has the configuration's window, as all have where `full_every` does not say otherwise.
     """
 
     def __init__(
-        self, config: GPTConfig, *, causal: bool = True, cross: bool = False, rngs: nnx.Rngs
+        self,
+        config: GPTConfig,
+        *,
+        causal: bool = True,
+        cross: bool = False,
+        local: bool | None = None,
+        rngs: nnx.Rngs,
     ) -> None:
+        if local is None:
+            local = config.window is not None and config.full_every is None
+        self.local = local
         self.norm_first = config.norm_first
         self.attention_norm = Norm(config, rngs=rngs)
-        self.attention = attention(config, causal=causal, rngs=rngs)
+        self.attention = attention(config, causal=causal, local=local, rngs=rngs)
+        post = config.post_norms
+        self.attention_post_norm = Norm(config, rngs=rngs) if post else None
         self.cross_norm = Norm(config, rngs=rngs) if cross else None
         self.cross = Attention(config, causal=False, rngs=rngs) if cross else None
         self.mlp_norm = Norm(config, rngs=rngs)
         self.mlp = self._mlp(config, rngs)
+        self.mlp_post_norm = Norm(config, rngs=rngs) if post else None
         self.dropout = Dropout(config.dropout)
 
     def _mlp(self, config: Any, rngs: nnx.Rngs) -> Any:
@@ -105,7 +126,8 @@ class Block(nnx.Module):
         what that gives besides. Nothing is dropped.
         """
         read_BSD = self.attention_norm(x_BSD) if self.norm_first else x_BSD
-        y_BSD, kept = self.attention.by(attend, read_BSD, seen.rotation)
+        y_BSD, kept = self.attention.by(attend, read_BSD, self._rotation(seen))
+        y_BSD = self._after_attention(y_BSD)
         norms = self.attention_norm, self.mlp_norm
         return self._fed(*self._added(x_BSD, y_BSD, norms, None), None, seen)[0], kept
 
@@ -120,7 +142,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """The residual stream after attention, and what the MLP reads of it."""
         read_BSD = self.attention_norm(x_BSD) if self.norm_first else x_BSD
-        y_BSD = self.attention(read_BSD, seen.rotation, seen.segments_BS)
+        y_BSD = self.attention(read_BSD, self._rotation(seen), seen.segments_BS)
+        y_BSD = self._after_attention(y_BSD)
         if self.cross is None or self.cross_norm is None:
             norms = self.attention_norm, self.mlp_norm
             return self._added(x_BSD, y_BSD, norms, fold_in(key, 0))
@@ -129,6 +152,16 @@ class Block(nnx.Module):
         memory = seen.memory_BTD, seen.memory_segments_BT
         y_BSD = self.cross(read_BSD, None, seen.segments_BS, *memory)
         return self._added(x_BSD, y_BSD, (self.cross_norm, self.mlp_norm), fold_in(key, 3))
+
+    def _rotation(self, seen: Seen) -> Rotation | None:
+        """The rotation of positions in this layer."""
+        own = self.local and seen.local_rotation is not None
+        return seen.local_rotation if own else seen.rotation
+
+    def _after_attention(self, y_BSD: jax.Array) -> jax.Array:
+        """What attention returns, normed where that is so."""
+        norm = self.attention_post_norm
+        return y_BSD if norm is None else norm(y_BSD)
 
     def _added(
         self,
@@ -152,10 +185,40 @@ class Block(nnx.Module):
 
     def _returned(self, x_BSD: jax.Array, y_BSD: jax.Array, key: jax.Array | None) -> jax.Array:
         """The residual stream with what the MLP adds."""
+        if self.mlp_post_norm is not None:
+            y_BSD = self.mlp_post_norm(y_BSD)
         y_BSD = self.dropout(y_BSD, rngs=fold_in(key, 1))
         if self.norm_first:
             return lay_out(x_BSD + y_BSD, RESIDUAL)
         return lay_out(self.mlp_norm.of_sum(x_BSD, y_BSD)[0], RESIDUAL)
+
+
+class Period(nnx.Module):
+    """Blocks that have a window, and one after them that sees all tokens."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        count = config.period - 1
+        self.local = nnx.List([Block(config, local=True, rngs=rngs) for _ in range(count)])
+        self.full = Block(config, local=False, rngs=rngs)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks that this is, one after the other."""
+        return [*self.local, self.full]
+
+    def __call__(
+        self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen
+    ) -> tuple[jax.Array, None]:
+        for number, block in enumerate(self.blocks):
+            x_BSD, _ = block(x_BSD, fold_in(key, number), seen)
+        return x_BSD, None
+
+
+class Stack(NamedTuple):
+    """Blocks, or periods of them, as one whose parameters have a leading dim, and how many."""
+
+    blocks: Any
+    count: int
 
 
 class GPT(nnx.Module):
@@ -177,11 +240,25 @@ class GPT(nnx.Module):
         self.dropout = Dropout(config.dropout)
 
         self.blocks = self._blocks(config, rngs)
+        local = lambda rngs: Block(config, local=True, rngs=rngs)  # noqa: E731
+        rest = config.layers % config.period
+        self.last_blocks = stack(local, rest, rngs, LAST) if rest else None
         self.norm = Norm(config, rngs=rngs) if config.norm_first else None
         self.head = None if config.tied else parameter(init, config, "vocab", "embed", rngs=rngs)
 
     def _blocks(self, config: Any, rngs: nnx.Rngs) -> Any:
-        return stack(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
+        kind = Period if config.full_every else Block
+        count = config.layers // config.period
+        return stack(lambda rngs: kind(config, rngs=rngs), count, rngs)
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """All blocks in their order."""
+        config = self.config
+        stacks = [Stack(self.blocks, config.layers // config.period)]
+        if self.last_blocks is not None:
+            stacks.append(Stack(self.last_blocks, config.layers % config.period))
+        return stacks
 
     def __call__(
         self,
@@ -211,7 +288,11 @@ class GPT(nnx.Module):
         """
         key = key if self.config.dropout else None
         x_BSD, _ = self._run(
-            tokens_BS, self.blocks, self.config.layers, key, Seen(segments_BS=segments_BS)
+            tokens_BS,
+            self.blocks,
+            self.config.layers // self.config.period,
+            key,
+            Seen(segments_BS=segments_BS),
         )
         return self._last(x_BSD, self.norm)
 
@@ -236,7 +317,8 @@ class GPT(nnx.Module):
         x_BSD, seen = self._entered(tokens_BS, own_key, seen, positions)
         x_BSD = self._before(x_BSD, key, seen)
         keys = None if key is None else keys_of(key, count)
-        return self._through(blocks, x_BSD, keys, seen, name)
+        x_BSD, given = self._through(blocks, x_BSD, keys, seen, name)
+        return self._after(x_BSD, key, seen), given
 
     def _entered(
         self,
@@ -261,13 +343,22 @@ class GPT(nnx.Module):
         x_BSD = self.dropout(x_BSD, rngs=key)
         if self.positions is None:
             at = jnp.arange(S, dtype=jnp.float32) if positions is None else positions
-            rotation = rotations_of(config, at)
-            seen = seen._replace(rotation=rotation)
+            seen = turned(seen, config, at)
         return x_BSD, seen
 
     def _before(self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen) -> jax.Array:
         """The residual stream that the stack of blocks is given."""
         return x_BSD
+
+    def _after(self, x_BSD: jax.Array, key: jax.Array | None, seen: Seen) -> jax.Array:
+        """The residual stream after the layers that are left after whole periods."""
+        if self.last_blocks is None:
+            return x_BSD
+        # A number that no other block has, so that none draws what another does.
+        key = fold_in(key, self.config.layers + 1)
+        count = self.config.layers % self.config.period
+        keys = None if key is None else keys_of(key, count)
+        return self._through(self.last_blocks, x_BSD, keys, seen, LAST)[0]
 
     def _through(
         self, blocks: Any, x_BSD: jax.Array, keys: jax.Array | None, seen: Seen, name: str
@@ -302,7 +393,10 @@ class GPT(nnx.Module):
             x_BSD += self.positions[: tokens_BS.shape[1]]
         elif self.positions is not None:
             x_BSD += self.positions[...].at[positions].get(mode="fill")
-        return x_BSD.astype(self.config.dtype or x_BSD.dtype)
+        x_BSD = x_BSD.astype(self.config.dtype or x_BSD.dtype)
+        if self.config.scaled_embedding:
+            x_BSD *= jnp.asarray(math.sqrt(self.config.width), x_BSD.dtype)
+        return x_BSD
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """The head: the embedding where it is tied. Rows beyond the vocabulary get the least
@@ -310,6 +404,9 @@ class GPT(nnx.Module):
         """
         kernel_VD = self.embedding[...] if self.head is None else self.head[...]
         logits_BSV = lay_out(jnp.tensordot(x_BSD, kernel_VD.astype(x_BSD.dtype), (-1, -1)), LOGITS)
+        if (cap := self.config.logit_cap) is not None:
+            capped_BSV = softly_capped(logits_BSV.astype(jnp.float32), cap)
+            logits_BSV = capped_BSV.astype(logits_BSV.dtype)
         if (rows := self.config.dims["vocab"]) == self.config.vocab:
             return logits_BSV
         return jnp.where(
@@ -349,21 +446,14 @@ def stack(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs, name: str
     return blocks(rngs)
 
 
-def rotations_of(config: GPTConfig, positions: jax.Array) -> Rotation:
-    """The rotations of a model's positions, see `rotations`."""
-    return rotations(positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
-
-
-def rotations(
-    positions: jax.Array, K: int, theta: float, scaling: RopeScaling | None = None
-) -> Rotation:
-    """Cosine and sine of each position's angle for each pair of a head's dims: `[S, 1, K / 2]` of
-    positions `[S]`, and `[B, S, 1, K / 2]` of `[B, S]`.
-    """
-    frequency = theta ** (-jnp.arange(0, K, 2, dtype=jnp.float32) / K)
-    frequency = frequency if scaling is None else scaling.scaled(frequency)
-    angle = positions.astype(jnp.float32)[..., None, None] * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+def turned(seen: Seen, config: GPTConfig, positions: jax.Array) -> Seen:
+    """What blocks see of tokens at these positions, with their rotations."""
+    rotation = rotations(positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
+    seen = seen._replace(rotation=rotation)
+    if config.local_rope_theta is None:
+        return seen
+    local = rotations(positions, config.rotary_dim, config.local_rope_theta)
+    return seen._replace(local_rotation=local)
 
 
 def loss(model: GPT, batch: dict[str, jax.Array], rng: jax.Array | None = None) -> sl.WeightedMean:

@@ -4,10 +4,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import jax
 import jax.numpy as jnp
 
 import shardlib as sl
+from models.rotary import SCALINGS, Scaling
+from models.rotary import LinearScaling as LinearScaling
+from models.rotary import RopeScaling as RopeScaling
+from models.rotary import YarnScaling as YarnScaling
 
 
 @dataclass(frozen=True)
@@ -65,44 +68,6 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's rotary positions, for contexts longer than those that a model began with.
-
-    Angles that turn less than `low` times in the first context are divided by `factor`, those that
-    turn more than `high` times stay, and between the two lie those between.
-
-    - `factor`: how much longer the context became.
-    - `low`, `high`: how often angles turn in the first context.
-    - `context`: the length of the first context.
-    """
-
-    factor: float = 8.0
-    low: float = 1.0
-    high: float = 4.0
-    context: int = 8192
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "low", "high"):
-            value = getattr(self, name)
-            if not _is_size(value) or not value:
-                raise ValueError(f"`RopeScaling({name}={value!r})` must be a number above 0.")
-        if self.low >= self.high:
-            raise ValueError(
-                f"`RopeScaling(low={self.low}, high={self.high})`: `low` must be below `high`."
-            )
-        if not _is_count(self.context):
-            raise ValueError(
-                f"`RopeScaling(context={self.context!r})` must be a positive integer, below 2**31."
-            )
-
-    def scaled(self, frequency: jax.Array) -> jax.Array:
-        """Angles by position, of those without scaling."""
-        turns = self.context * frequency / (2 * math.pi)
-        kept = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
-        return frequency * (kept + (1 - kept) / self.factor)
-
-
-@dataclass(frozen=True)
 class GPTConfig:
     """What the model is. The defaults are GPT-2's choices.
 
@@ -111,24 +76,43 @@ class GPTConfig:
     any vocabulary splits evenly; the rows beyond it never get probability. Products are taken in
     `dtype`, or in that of the parameters where it is None; norms, attention's softmax and the loss
     are taken in float32 always. Activations are those of `sl.kernels`, in float32 too.
-    Norms are plain JAX with `kernels="xla"`, and else those of `sl.kernels`, which take the
-    addition before them: by the implementation of that name, or with None by the best that is known
-    where they run. Plain JAX is the default since XLA keeps what it has gathered of such a norm's
-    result for the backward pass, where sequences are split, and of one with a derivative of its own
-    it gathers that again. With `fused_loss` the loss takes the head and the cross-entropy in one,
-    `sl.kernels.linear_cross_entropy`: logits are never in memory, and are made again in the
-    backward pass. `attention` is the implementation of
-    `sl.kernels.attention`, whose scores are never in memory, such as "tpu" on TPUs and "cudnn" or
-    "tokamax" on NVIDIA's GPUs, or "xla": JAX's own, which writes all scores.
-    With `query_key_norm` each head's queries and keys are normed before positions turn them, with
-    one scale for all heads, as in Qwen 3; with `qkv_bias` queries, keys and values have biases
-    where nothing else has, as in Qwen 2. `rope_scaling` are Llama 3.1's rotary positions. `latent`
-    has DeepSeek's latent attention in place of the plain one, in models with rotary positions; it
-    says the sizes of heads, which `kv_heads` and
-    `head_dim` do not then.
-    Layers are a loop, compiled once. With `unroll` so many of them are written out one after the
-    other, in each turn of the loop; with `unroll=layers` there is no loop. A GPU then copies what
-    layers keep for the backward pass into no stack, and takes longer to compile.
+
+    How its layers are computed:
+
+    - `kernels`: norms are plain JAX with "xla", and else those of `sl.kernels`, which take the
+      addition before them: by the implementation of that name, or with None by the best that is
+      known where they run. Plain JAX is the default since XLA keeps what it has gathered of such a
+      norm's result for the backward pass, where sequences are split, and of one with a derivative
+      of its own it gathers that again.
+    - `attention`: the implementation of `sl.kernels.attention`, whose scores are never in memory,
+      such as "tpu" on TPUs and "cudnn" or "tokamax" on NVIDIA's GPUs, or "xla": JAX's own, which
+      writes all scores.
+    - `fused_loss`: the loss takes the head and the cross-entropy in one,
+      `sl.kernels.linear_cross_entropy`: logits are never in memory, and are made again in the
+      backward pass.
+    - `unroll`: layers are a loop, compiled once. So many of them are written out one after the
+      other in each turn of the loop; with `unroll=layers` there is no loop. A GPU then copies what
+      layers keep for the backward pass into no stack, and takes longer to compile.
+
+    What families of models have beside those of GPT-2 and Llama:
+
+    - `query_key_norm`: each head's queries and keys are normed before positions turn them, with one
+      scale for all heads, as in Qwen 3.
+    - `qkv_bias`: queries, keys and values have biases where nothing else has, as in Qwen 2.
+    - `rope_scaling`: rotary positions for longer contexts: a `RopeScaling`, `LinearScaling` or
+      `YarnScaling`.
+    - `latent`: DeepSeek's latent attention in place of the plain one, in models with rotary
+      positions; it says the sizes of heads, which `kv_heads` and `head_dim` do not then.
+    - `norm_from_zero`: norms multiply by 1 and their scale, which begins at 0, as in Gemma.
+    - `post_norms`: what attention and the MLP return is normed before it is added, as in Gemma 2.
+    - `scaled_embedding`: embeddings are multiplied by the root of `width`, as in Gemma.
+    - `window`: a token sees so many: itself and those before it.
+    - `full_every`: every so many-th layer sees all tokens, and only the others have the window.
+    - `local_rope_theta`: the `rope_theta` of layers with a window, whose positions are not scaled,
+      as in Gemma 3; by default they have those of the other layers.
+    - `attention_scale`: what scores are multiplied by, in place of 1 / sqrt(head_dim).
+    - `attention_cap`, `logit_cap`: scores, or logits, are softly kept between this and its
+      negative, as in Gemma 2.
     """
 
     layers: int
@@ -144,13 +128,22 @@ class GPTConfig:
     norm_epsilon: float = 1e-5
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     mlp: Literal["gelu", "relu", "swiglu", "geglu"] = "gelu"
     bias: bool = True
     tied: bool = True
     query_key_norm: bool = False
     qkv_bias: bool = False
     latent: LatentAttention | None = None
+    norm_from_zero: bool = False
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    window: int | None = None
+    full_every: int | None = None
+    local_rope_theta: float | None = None
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
     dropout: float = 0.0
     vocab_multiple: int = 1
     dtype: Any = None
@@ -191,6 +184,8 @@ class GPTConfig:
                 raise ValueError(
                     f"`GPTConfig({field}={value!r})` must be a number that is finite, at least 0."
                 )
+            if hint == float | None and value is not None and not _is_positive(value):
+                raise ValueError(f"`GPTConfig({field}={value!r})` must be a number above 0.")
         if self.rope_theta == 0:
             raise ValueError(
                 "`GPTConfig(rope_theta=0)` must be above 0: angles are divided by its powers."
@@ -207,6 +202,13 @@ class GPTConfig:
             _check_latent(self)
         if self.rope_scaling is not None:
             _check_scaling(self)
+        _check_windows(self)
+        _check_norms(self)
+        if self.logit_cap is not None and self.fused_loss:
+            raise ValueError(
+                f"`{type(self).__name__}(logit_cap={self.logit_cap}, fused_loss=True)`: the fused "
+                "loss knows no cap of logits; leave `fused_loss` out."
+            )
         if self.latent is None and self.head_dim is None and self.width % self.heads:
             raise ValueError(
                 f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; "
@@ -246,6 +248,18 @@ class GPTConfig:
         return self.mlp in ("swiglu", "geglu")
 
     @property
+    def period(self) -> int:
+        """Of how many layers, one after the other, the stack of layers is made."""
+        return self.full_every or 1
+
+    @property
+    def local_layers(self) -> int:
+        """How many layers have a window."""
+        if self.window is None:
+            return 0
+        return self.layers - (self.layers // self.full_every if self.full_every else 0)
+
+    @property
     def rotary_dim(self) -> int:
         """How many numbers of a head rotary positions turn."""
         return self.dims["head_dim"] if self.latent is None else self.latent.rotary_dim
@@ -266,12 +280,17 @@ class GPTConfig:
             scores = self.context * self.heads * (self.latent.head_dim + self.latent.value_dim)
             products = self.latent.parameters(self.width, self.heads) + scores
             found["attention"] = 2 * self.layers * self.context * products
+        # Of the tokens that a layer without a window multiplies with, these are not met.
+        unseen = self.context - min(self.window or self.context, self.context)
+        width = self.heads * self.dims["head_dim"]
+        found["attention"] -= 4 * self.local_layers * self.context * unseen * width
         return found
 
     @property
     def decoder(self) -> sl.planning.Decoder:
         """Its shape alone, for `sl.estimate`."""
-        for field in ("latent", "query_key_norm", "qkv_bias"):
+        others = ("post_norms", "window", "attention_cap", "logit_cap")
+        for field in ("latent", "query_key_norm", "qkv_bias", *others):
             if getattr(self, field):
                 raise no_decoder(self, field)
         return self._plain_decoder
@@ -339,15 +358,52 @@ def _check_latent(config: GPTConfig) -> None:
 def _check_scaling(config: GPTConfig) -> None:
     """Refuse scaled positions that are none, and in models that have no rotary ones."""
     name = type(config).__name__
-    if not isinstance(config.rope_scaling, RopeScaling):
+    if not isinstance(config.rope_scaling, SCALINGS):
+        known = ", ".join(f"`{kind.__name__}(...)`" for kind in SCALINGS)
         raise ValueError(
-            f"`{name}(rope_scaling={str(config.rope_scaling)[:200]!r})` is a `RopeScaling(...)`, "
-            "or None."
+            f"`{name}(rope_scaling={str(config.rope_scaling)[:200]!r})` is {known}, or None."
         )
     if config.positions != "rotary":
         raise ValueError(
             f"`{name}(positions={config.positions!r}, rope_scaling=...)`: only rotary positions "
             'are scaled; say `positions="rotary"`.'
+        )
+
+
+def _check_windows(config: GPTConfig) -> None:
+    """Refuse what is said of windows in models that have none, or no layers with them."""
+    name = type(config).__name__
+    for field in ("full_every", "local_rope_theta"):
+        value = getattr(config, field)
+        if value is not None and config.window is None:
+            raise ValueError(
+                f"`{name}({field}={value})` is of layers with a window, and there are none; say "
+                "`window=...`."
+            )
+    if config.local_rope_theta is not None and config.positions != "rotary":
+        raise ValueError(
+            f"`{name}(local_rope_theta={config.local_rope_theta}, positions="
+            f'{config.positions!r})`: these are no rotary positions; say `positions="rotary"`.'
+        )
+    if config.full_every is not None and not 2 <= config.full_every <= config.layers:
+        raise ValueError(
+            f"`{name}(full_every={config.full_every})` must be at least 2, or no layer has the "
+            f"window, and at most `layers={config.layers}`, or all have it: leave it out."
+        )
+
+
+def _check_norms(config: GPTConfig) -> None:
+    """Refuse norms that there are not."""
+    name = type(config).__name__
+    if config.norm_from_zero and config.norm != "rms":
+        raise ValueError(
+            f"`{name}(norm={config.norm!r}, norm_from_zero=True)`: only an RMSNorm has its scale "
+            'from zero; say `norm="rms"`.'
+        )
+    if config.post_norms and not config.norm_first:
+        raise ValueError(
+            f"`{name}(norm_first=False, post_norms=True)`: the norms after attention and the MLP "
+            "are beside those before; leave `norm_first` out."
         )
 
 
@@ -357,6 +413,10 @@ def _is_count(value: Any) -> bool:
 
 def _is_size(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_size(value) and value > 0
 
 
 def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:

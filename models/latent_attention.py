@@ -8,7 +8,7 @@ array, and queries of another.
 Each head's key is the one made for it, followed by the common one; a score is divided by the root
 of both sizes together. Pairs that positions turn are those of `sl.kernels.rotate`, numbers `i` and
 `i + size / 2`; DeepSeek's own weights have them side by side, `2 i` and `2 i + 1`, which is the
-same model with its rows in another order. Frequencies are not changed for longer contexts (YaRN).
+same model with its rows in another order.
 
 Latents are made where the residual stream is split, and gathered for the heads: of DeepSeek-V3's
 7,168 numbers of a token these are 2,112. Under tensor parallelism heads are split, and what comes
@@ -32,6 +32,7 @@ from models.layers import (
     Norm,
     Projection,
     Rotation,
+    Scores,
     lay_out,
     named,
     project,
@@ -50,12 +51,14 @@ class MultiHeadLatentAttention(Attention):
 
     kv_names = HEADS  # each head has keys and values of its own
 
-    def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: GPTConfig, *, causal: bool = True, local: bool = False, rngs: nnx.Rngs
+    ) -> None:
         # Not that of `Attention`, which makes other parameters.
         if config.latent is None:
             raise ValueError("`MultiHeadLatentAttention`: the configuration has no `latent`.")
-        self.causal = causal
         self.implementation = config.attention
+        self.scores = Scores.of(config, causal=causal, local=local)
         self.key_dim = config.latent.key_dim
         self.value_dim = config.latent.value_dim
         self.query_latent = Projection(("embed",), ("query_rank",), config, rngs=rngs)
@@ -118,7 +121,7 @@ class MultiHeadLatentAttention(Attention):
         return y_BSHK[..., : self.value_dim]
 
 
-def attention(config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> Attention:
+def attention(config: GPTConfig, *, rngs: nnx.Rngs, **kind: bool) -> Attention:
     """The attention of a block to its own sequence, as the configuration says."""
-    kind = Attention if config.latent is None else MultiHeadLatentAttention
-    return kind(config, causal=causal, rngs=rngs)
+    form = Attention if config.latent is None else MultiHeadLatentAttention
+    return form(config, rngs=rngs, **kind)

@@ -18,6 +18,7 @@ each all-reduce an all-gather on leaving and a reduce-scatter on returning.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from flax import nnx
 
 import shardlib as sl
 from models.gpt_config import GPTConfig
+from models.rotary import Rotation as Rotation
 
 RESIDUAL = ("batch", "residual_seq", "act_embed")
 WHOLE = ("batch", "seq", "act_embed")
@@ -36,7 +38,6 @@ LOGITS = ("batch", "seq", "act_vocab")
 STANDARD_DEVIATION = 0.02  # of every initial kernel and embedding, as GPT-1 and GPT-2 have it
 
 Names = tuple[str | None, ...]  # of the dims of an activation
-Rotation = tuple[jax.Array, jax.Array]
 # Of a layer, its queries, keys and values: what queries take from values, and anything else.
 Attend = Callable[["Attention", jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 normal = nnx.initializers.normal
@@ -153,7 +154,8 @@ def lay_out(x: jax.Array, *layouts: Names) -> jax.Array:
 
 
 class Norm(nnx.Module):
-    """LayerNorm, or RMSNorm, which is LayerNorm without the centring and the bias.
+    """LayerNorm, or RMSNorm, which is LayerNorm without the centring and the bias. With
+    `norm_from_zero` it multiplies by 1 and the scale.
 
     `dim` is what the last dim of its parameters is called, `names` are those of what it norms.
     """
@@ -165,7 +167,9 @@ class Norm(nnx.Module):
         self.epsilon = config.norm_epsilon
         self.centred = config.norm == "layer"
         self.kernels = config.kernels
-        self.scale = parameter(nnx.initializers.ones, config, dim, rngs=rngs)
+        self.from_zero = config.norm_from_zero
+        init = nnx.initializers.zeros if self.from_zero else nnx.initializers.ones
+        self.scale = parameter(init, config, dim, rngs=rngs)
         biased = self.centred and config.bias
         self.bias = parameter(nnx.initializers.zeros, config, dim, rngs=rngs) if biased else None
 
@@ -177,10 +181,15 @@ class Norm(nnx.Module):
         if self.centred:
             y_BSD -= y_BSD.mean(-1, keepdims=True)
         y_BSD *= (
-            jax.lax.rsqrt(jnp.square(y_BSD).mean(-1, keepdims=True) + self.epsilon)
-            * self.scale[...]
+            jax.lax.rsqrt(jnp.square(y_BSD).mean(-1, keepdims=True) + self.epsilon) * self._factor
         )
         return (y_BSD if self.bias is None else y_BSD + self.bias[...]).astype(x_BSD.dtype)
+
+    @property
+    def _factor(self) -> jax.Array:
+        """What is multiplied by, in float32 where it is made of the scale."""
+        scale = self.scale[...]
+        return 1 + scale.astype(jnp.float32) if self.from_zero else scale
 
     def of_sum(self, x_BSD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of the residual stream with what is added to it, and that sum."""
@@ -190,7 +199,7 @@ class Norm(nnx.Module):
         return self(x_BSD), x_BSD
 
     def _by_kernel(self, x_BSD: jax.Array, **more: Any) -> Any:
-        weights = [one[...] for one in (self.scale, self.bias) if one is not None]
+        weights = [self._factor, *([] if self.bias is None else [self.bias[...]])]
         norm = sl.kernels.layer_norm if self.centred else sl.kernels.rms_norm
         return norm(
             x_BSD,
@@ -202,16 +211,62 @@ class Norm(nnx.Module):
         )
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Which keys a query sees, and how its scores are made.
+
+    - `causal`: it sees those up to its own position.
+    - `window`: how many it sees at most, its own and those before it.
+    - `scale`: of the scores; 1 / sqrt(size of a head) if it is None.
+    - `cap`: scores are softly kept between this and its negative.
+    """
+
+    causal: bool
+    window: int | None
+    scale: float | None
+    cap: float | None
+
+    @classmethod
+    def of(cls, config: GPTConfig, *, causal: bool, local: bool) -> "Scores":
+        """Those of a layer, which has the configuration's window if it is local."""
+        window = config.window if local else None
+        return cls(causal, window, config.attention_scale, config.attention_cap)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same as `sl.kernels.attention` takes it."""
+        window = None if self.window is None else (self.window - 1, None)
+        return {
+            "causal": self.causal,
+            "window": window,
+            "scale": self.scale,
+            "soft_cap": self.cap,
+        }
+
+    def seen(self, own: jax.Array, other: jax.Array) -> jax.Array:
+        """Which of the other positions each of its own sees, `[own, other]`."""
+        behind = own[:, None] - other[None, :]
+        seen = behind >= 0 if self.causal else jnp.ones(behind.shape, bool)
+        return seen if self.window is None else seen & (behind < self.window)
+
+    def scaled(self, products: jax.Array, size: int) -> jax.Array:
+        """Scores of products of queries and keys that have so many numbers."""
+        scale = 1 / math.sqrt(size) if self.scale is None else self.scale
+        return softly_capped(products * scale, self.cap)
+
+
 class Attention(nnx.Module):
     """Attention, causal unless said otherwise, in which each key and value head serves a group of
-    query heads.
+    query heads. One that is `local` has the configuration's window.
     """
 
     kv_names = KV_HEADS
 
-    def __init__(self, config: GPTConfig, *, causal: bool = True, rngs: nnx.Rngs) -> None:
-        self.causal = causal
+    def __init__(
+        self, config: GPTConfig, *, causal: bool = True, local: bool = False, rngs: nnx.Rngs
+    ) -> None:
         self.implementation = config.attention
+        self.scores = Scores.of(config, causal=causal, local=local)
         own, others = ("heads", "head_dim"), ("kv_heads", "head_dim")
         options = {"bias": config.qkv_bias, "rngs": rngs}
         self.query = Projection(("embed",), own, config, **options)
@@ -296,38 +351,75 @@ class Attention(nnx.Module):
                 v_BTGK,
                 names=HEADS,
                 kv_names=self.kv_names,
-                causal=self.causal,
                 arranged=arranged,
                 segment_ids=segments,
                 implementation=self.implementation,
+                **self.scores.options,
             )
-        attend = sl.remat(functools.partial(attend_whole, self.causal, arranged), part="scores")
+        attend = sl.remat(functools.partial(attend_whole, self.scores, arranged), part="scores")
         # `sl.kernels.attention` names its result itself, and keeps no scores.
         return named(attend(q_BSHK, k_BTGK, v_BTGK, segments), "context", HEADS)
 
 
 def attend_whole(
-    causal: bool,
+    scores: Scores,
     arranged: bool,
     q_BSHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
     segments: Any,
 ) -> jax.Array:
-    """Plain attention, with all scores in memory, and the mask of segments that is as large."""
-    seen_B1ST = None
+    """Plain attention, with all scores in memory, and the masks that are as large."""
+    S, T = q_BSHK.shape[1], k_BTGK.shape[1]
+    seen_B1ST, causal = None, scores.causal
     if segments is not None:
         own_BS, other_BT = segments if isinstance(segments, tuple) else (segments, segments)
         seen_B1ST = (own_BS[:, :, None] == other_BT[:, None, :])[:, None]
-    S = q_BSHK.shape[1]
-    if causal and arranged and sl.context.is_arranged(S):
-        positions_S = sl.context.arrange(jnp.arange(S), 0)
-        before_1ST = (positions_S[:, None] >= positions_S[None, :])[None]
-        seen_B1ST = before_1ST if seen_B1ST is None else seen_B1ST & before_1ST
+    is_arranged = arranged and sl.context.is_arranged(S)
+    if scores.window is not None or (causal and (is_arranged or scores.cap is not None)):
+        own_S, other_T = jnp.arange(S), jnp.arange(T)
+        if is_arranged:
+            own_S, other_T = sl.context.arrange(own_S, 0), sl.context.arrange(other_T, 0)
+        seen_1ST = scores.seen(own_S, other_T)[None]
+        seen_B1ST = seen_1ST if seen_B1ST is None else seen_B1ST & seen_1ST
         causal = False
+    if scores.cap is not None:
+        return _attend_capped(scores, q_BSHK, k_BTGK, v_BTGK, seen_B1ST)
     return jax.nn.dot_product_attention(
-        q_BSHK, k_BTGK, v_BTGK, mask=seen_B1ST, is_causal=causal, implementation="xla"
+        q_BSHK,
+        k_BTGK,
+        v_BTGK,
+        mask=seen_B1ST,
+        is_causal=causal,
+        scale=scores.scale,
+        implementation="xla",
     )
+
+
+def _attend_capped(
+    scores: Scores,
+    q_BSHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    seen_B1ST: jax.Array | None,
+) -> jax.Array:
+    """Plain attention with capped scores, which JAX's own has not."""
+    (B, S, H, K), G = q_BSHK.shape, k_BTGK.shape[2]
+    wide: Any = {"preferred_element_type": jnp.float32}
+    # R query heads for each key head.
+    q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
+    z_BGRST = scores.scaled(jnp.einsum("bsgrk,btgk->bgrst", q_BSGRK, k_BTGK, **wide), K)
+    if seen_B1ST is not None:
+        seen_B11ST = seen_B1ST.reshape(-1, 1, 1, *seen_B1ST.shape[-2:])
+        z_BGRST = jnp.where(seen_B11ST, z_BGRST, jnp.finfo(z_BGRST.dtype).min)
+    shares_BGRST = jax.nn.softmax(z_BGRST, axis=-1).astype(v_BTGK.dtype)
+    y_BSGRK = jnp.einsum("bgrst,btgk->bsgrk", shares_BGRST, v_BTGK, **wide)
+    return y_BSGRK.reshape(B, S, H, v_BTGK.shape[-1]).astype(q_BSHK.dtype)
+
+
+def softly_capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """Numbers softly kept between a cap and its negative, where there is one."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 class MLP(nnx.Module):

@@ -71,6 +71,11 @@ class MoEConfig(gpt.GPTConfig):
             raise ValueError(
                 f"`MoEConfig(every={self.every})` does not divide `layers={self.layers}`{without}."
             )
+        if self.full_every is not None:
+            raise ValueError(
+                f"`MoEConfig(full_every={self.full_every})`: layers with experts are all alike, "
+                "with a window or without; leave `full_every` out."
+            )
         if self.router.choices > self.experts:
             raise ValueError(
                 f"`MoEConfig(router={self.router})` sends each token to {self.router.choices} "
@@ -357,6 +362,14 @@ class MoE(gpt.GPT):
         key = layers.fold_in(key, self.config.layers + 1)
         keys = None if key is None else gpt.keys_of(key, self.config.dense_layers or 0)
         return self._through(self.dense, x_BSD, keys, seen, DENSE)[0]
+
+    @property
+    def stacks(self) -> list[gpt.Stack]:
+        """All blocks in their order."""
+        stacks = [gpt.Stack(self.blocks, self.config.expert_blocks)]
+        if self.dense is not None:
+            stacks.insert(0, gpt.Stack(self.dense, self.config.dense_layers or 0))
+        return stacks
 
     def features(
         self,

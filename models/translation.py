@@ -34,12 +34,12 @@ class TranslationConfig(moe.MoEConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("dense_layers", "latent"):
-            if getattr(self, field) is not None:
+        for field in ("dense_layers", "latent", "window", "post_norms"):
+            if getattr(self, field):
                 raise ValueError(
                     f"`TranslationConfig({field}={getattr(self, field)!r})`: an encoder and a "
-                    "decoder have plain attention, and experts from the first stretch on; leave "
-                    f"`{field}` out."
+                    "decoder have plain attention and blocks, and experts from the first stretch "
+                    f"on; leave `{field}` out."
                 )
         if self.layers % (2 * self.every):
             raise ValueError(

@@ -15,7 +15,7 @@ from shardlib.layouts._rules import AxisRules
 vocabulary = AxisRules.knowing(
     "batch", "seq", "residual_seq", "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp",
     "query_rank", "kv_rank", "key_dim", "rotary_dim", "value_dim",
-    "encoder_layers", "dense_layers", "layers", "cache_seq",
+    "encoder_layers", "dense_layers", "last_layers", "layers", "cache_seq",
     "position", "experts", "routes", "act_embed", "act_heads", "act_kv_heads", "act_mlp",
     "act_vocab",
 )  # fmt: skip

@@ -427,7 +427,7 @@ def test_files_of_another_model_are_refused(tmp_path):
         (("w", "w", "in in -> in in"), "each dim is there once"),
         (("w", "w", "(heads size in -> heads size in"), "an arrow"),
         (("w.{}", "w", "in -> layers in"), "name the dim that counts"),
-        (("w", "w", "in -> in", Part("two", 0, 2)), "that of `part` on the left"),
+        (("w", "w", "in -> in", Part("two", 0, 2)), "that of a `Part` on the left"),
     ],
 )
 def test_rules_that_say_nothing_are_refused(rule, message):

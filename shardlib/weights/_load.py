@@ -136,8 +136,8 @@ def _check_tensors(
 
 def _sizes_text(rule: Rule, sizes: Mapping[str, int]) -> str:
     """The sizes of the dims of a tensor."""
-    dims = [dim for group in rule.groups for dim in group]
-    return ", ".join(f"{dim}={sizes[dim]}" for dim in dims)
+    dims, in_tensor = [dim for group in rule.groups for dim in group], rule.tensor_sizes(sizes)
+    return ", ".join(f"{dim}={in_tensor[dim]}" for dim in dims)
 
 
 class _Parameter:
@@ -201,10 +201,11 @@ class _Parameter:
 
     def _piece(self, place: tuple[int, ...], inner: Index) -> np.ndarray:
         """What a tensor has of a part of the parameter, zeros where it has nothing."""
-        tensor = self.rule.opened(self.files.read(self.rule.name_at(place)), self.sizes)
+        tensor = self.files.read(self.rule.name_at(place))
+        taken = self.rule.taken(tensor, self.sizes, inner)
         # A parameter of one tensor might else be the file itself, which may change later.
         is_copied = not self.rule.counters
-        piece = np.asarray(tensor[inner]).astype(self.leaf.dtype, copy=is_copied)
+        piece = np.asarray(taken).astype(self.leaf.dtype, copy=is_copied)
         missing = [
             (0, part.stop - part.start - size)
             for part, size in zip(inner, piece.shape, strict=True)

@@ -122,7 +122,7 @@ def _tensors(
 ) -> list[_Tensor]:
     """What is to be written, in the order of the rules; parts of a tensor are together."""
     asked = None if dtype is None else check_arrays.dtype(OP, "dtype", dtype)
-    makers: dict[str, list[tuple[str, Rule]]] = defaultdict(list)
+    makers: dict[str, list[tuple[str, Rule, Mapping[str, int]]]] = defaultdict(list)
     found: dict[str, _Tensor] = {}
     for path, rule in rules.items():
         leaf = leaves[path]
@@ -137,26 +137,25 @@ def _tensors(
             )
         for place in rule.places(sizes):
             name = rule.name_at(place)
-            makers[name].append((path, rule))
+            makers[name].append((path, rule, sizes))
             shape = rule.tensor_shape(sizes)
             if name in found and (found[name].shape, found[name].dtype) != (shape, kind):
                 raise ValueError(f"`save`: two rules give `{name}` different shapes or dtypes.")
             found[name] = _Tensor(name, kind, shape, (), place)
     for name, of in makers.items():
         _check_parts(name, of)
-        found[name] = found[name]._replace(rules=tuple(of))
+        found[name] = found[name]._replace(rules=tuple((path, rule) for path, rule, _ in of))
     return list(found.values())
 
 
-def _check_parts(name: str, makers: list[tuple[str, Rule]]) -> None:
+def _check_parts(name: str, makers: list[tuple[str, Rule, Mapping[str, int]]]) -> None:
     """Refuse a tensor of which a part is made by no parameter, or by two."""
-    parts = [rule.part for _, rule in makers]
-    if parts == [None]:
-        return
-    numbers = sorted(-1 if part is None else part.number for part in parts)
-    count = parts[0].count if parts[0] is not None else 1
-    if numbers != list(range(count)):
-        paths = ", ".join(f"`{path}`" for path, _ in makers)
+    stretches = sorted(rule.stretch(sizes) for _, rule, sizes in makers)
+    begins = [first for first, _, _ in stretches]
+    ends = [end for _, end, _ in stretches]
+    totals = {total for _, _, total in stretches}
+    if begins != [0, *ends[:-1]] or totals != {ends[-1]}:
+        paths = ", ".join(f"`{path}`" for path, _, _ in makers)
         raise ValueError(f"`save`: {paths} do not make up `{name}` part by part.")
 
 
@@ -211,5 +210,5 @@ def _numbers(tensor: _Tensor, leaves: Mapping[str, Any], table: Table) -> np.nda
                 f"`save(dtype={tensor.dtype.name!r})`: `{path}` has numbers up to "
                 f"{np.abs(part).max():.4g}, which that cannot hold."
             )
-        rule.opened(made, sizes)[...] = rounded
+        rule.put(made, sizes, rounded)
     return made

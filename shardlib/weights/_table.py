@@ -7,7 +7,10 @@ other:
          "(heads head_dim) embed -> layers heads head_dim embed")
 
 A parameter has all layers, and each tensor those of one: a name in braces counts a dim of the
-parameter. Dims in parentheses are one dim of the tensor.
+parameter, and `numbers` says from where and by which step, if these are not 0 and 1. Dims in
+parentheses are one dim of the tensor. Where a tensor has several parameters, each has a `Part` of
+it, or a `Span` where they differ in size. Where the numbers along a dim have another order in the
+tensor, `orders` says which.
 """
 
 import math
@@ -46,6 +49,26 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A parameter is a stretch of a tensor, along a dim that both have.
+
+    - `dim`: of the tensor's form, which has the parameter's numbers and others.
+    - `first`: the place of the parameter's first one.
+    - `total`: how many the tensor has.
+    """
+
+    dim: str
+    first: int
+    total: int
+
+    def __post_init__(self) -> None:
+        check.text("Span", "dim", self.dim, "the name of a dim")
+        total = check.whole("Span", "total", self.total, "the size of a tensor's dim", least=1)
+        takes = "a place in the tensor, from 0"
+        check.whole("Span", "first", self.first, takes, least=0, most=total - 1)
+
+
+@dataclass(frozen=True)
 class Rule:
     """Which tensors make up a parameter.
 
@@ -53,19 +76,25 @@ class Rule:
     - `parameter`: the path of the parameter.
     - `form`: the dims of a tensor, an arrow, and those of the parameter. Dims in parentheses are
       one dim of the tensor, as they follow each other.
-    - `part`: of several parts of these tensors, which the parameter is; None if it is all.
+    - `part`: of several parts of these tensors, which the parameter is, a `Part` or a `Span`; None
+      if it is all.
+    - `numbers`: of a dim in braces, the number in the name of its first tensor and the step to the
+      next; `(0, 1)` where it is left out.
+    - `orders`: of a dim, for each place in the parameter the place in the tensor.
     """
 
     tensor: str
     parameter: str
     form: str
-    part: Part | None = None
+    part: Part | Span | None = None
+    numbers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check.text("Rule", "tensor", self.tensor, "the name of tensors")
         check.text("Rule", "parameter", self.parameter, "the path of a parameter")
         check.text("Rule", "form", self.form, "dims, such as `(heads size) in -> heads size in`")
-        check.kind("Rule", "part", self.part, Part | None, "a `Part`, or None")
+        check.kind("Rule", "part", self.part, Part | Span | None, "a `Part`, a `Span`, or None")
         for name in self.counters:
             if not name.isidentifier():
                 raise ValueError(
@@ -73,14 +102,48 @@ class Rule:
                     "counts, such as `{layers}`."
                 )
         of_tensor = [dim for group in self.groups for dim in group]
-        of_part = [] if self.part is None else [self.part.dim]
+        of_part = [self.part.dim] if isinstance(self.part, Part) else []
         expected = sorted([*of_tensor, *self.counters])
         if len(set(expected)) < len(expected) or expected != sorted([*self.dims, *of_part]):
             raise ValueError(
                 f"`Rule({self.tensor!r}, {self.parameter!r}, {self.form!r})`: each dim is there "
                 "once on either side of the arrow. Those that the name has in braces are on the "
-                "right alone, and that of `part` on the left."
+                "right alone, and that of a `Part` on the left."
             )
+        if isinstance(self.part, Span) and self.part.dim not in self.inner:
+            raise ValueError(
+                f"`Rule({self.tensor!r}, ..., part={self.part})`: `{self.part.dim}` is no dim that "
+                "both the tensor and the parameter have."
+            )
+        self._check_numbers()
+        self._check_orders()
+
+    def _check_numbers(self) -> None:
+        takes = "the first number and the step of dims in braces, such as `{'layers': (3, 1)}`"
+        check.kind("Rule", "numbers", self.numbers, Mapping, takes)
+        for dim, numbering in self.numbers.items():
+            if dim not in self.counters:
+                raise ValueError(
+                    f"`Rule({self.tensor!r}, ..., numbers=...)` has `{dim}`, which the name has "
+                    "not in braces."
+                )
+            if not isinstance(numbering, tuple) or len(numbering) != 2:
+                raise check.refusal("Rule", "numbers", numbering, takes)
+            check.whole("Rule", "numbers", numbering[0], takes, least=0)
+            check.whole("Rule", "numbers", numbering[1], takes, least=1)
+
+    def _check_orders(self) -> None:
+        takes = "each number below the size of a dim once, such as `{'size': (0, 2, 1, 3)}`"
+        check.kind("Rule", "orders", self.orders, Mapping, takes)
+        for dim, order in self.orders.items():
+            if dim not in self.inner:
+                raise ValueError(
+                    f"`Rule({self.tensor!r}, ..., orders=...)` has `{dim}`, which is no dim that "
+                    "both the tensor and the parameter have."
+                )
+            is_order = isinstance(order, tuple) and set(order) == set(range(len(order)))
+            if not is_order:
+                raise check.refusal("Rule", "orders", order, takes)
 
     @cached_property
     def _sides(self) -> tuple[str, str]:
@@ -121,12 +184,44 @@ class Rule:
     def sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
         """The size of each dim, by the shape of the parameter."""
         sizes = dict(zip(self.dims, shape, strict=True))
-        if self.part is not None:
+        if isinstance(self.part, Part):
             sizes[self.part.dim] = self.part.count
         return sizes
 
+    def check_sizes(self, function: str, sizes: Mapping[str, int]) -> None:
+        """Refuse a parameter that goes beyond the tensor, or has another size than its order."""
+        span = self.part
+        if isinstance(span, Span) and span.first + sizes[span.dim] > span.total:
+            raise ValueError(
+                f"`{function}`: `{self.parameter}` has {span.dim}={sizes[span.dim]}, which from "
+                f"{span.first} on goes beyond the {span.total} of `{self.tensor}`."
+            )
+        for dim, order in self.orders.items():
+            if sizes[dim] != len(order):
+                raise ValueError(
+                    f"`{function}`: `{self.parameter}` has {dim}={sizes[dim]}, and the order of "
+                    f"its rule is of {len(order)}."
+                )
+
+    def stretch(self, sizes: Mapping[str, int]) -> tuple[int, int, int]:
+        """Where in a tensor the parameter begins and ends, and how much there is in all."""
+        match self.part:
+            case Part(_, number, count):
+                return number, number + 1, count
+            case Span(dim, first, total):
+                return first, first + sizes[dim], total
+            case _:
+                return 0, 1, 1
+
+    def tensor_sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The size of each dim in the tensors, of those in the parameter."""
+        if isinstance(self.part, Span):
+            return {**sizes, self.part.dim: self.part.total}
+        return dict(sizes)
+
     def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of each tensor."""
+        sizes = self.tensor_sizes(sizes)
         return tuple(math.prod(sizes[dim] for dim in group) for group in self.groups)
 
     def places(self, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
@@ -135,17 +230,43 @@ class Rule:
 
     def name_at(self, place: tuple[int, ...]) -> str:
         """The name of the tensor at a place."""
-        return self.tensor.format(**dict(zip(self.counters, place, strict=True)))
+        numbers = {}
+        for dim, at in zip(self.counters, place, strict=True):
+            first, step = self.numbers.get(dim, (0, 1))
+            numbers[dim] = first + step * at
+        return self.tensor.format(**numbers)
 
-    def opened(self, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """A view of a tensor, with the dims of the parameter that it has in their order."""
-        order = [dim for group in self.groups for dim in group]
+    def taken(
+        self, tensor: np.ndarray, sizes: Mapping[str, int], index: tuple[slice, ...]
+    ) -> np.ndarray:
+        """What a tensor has of a part of the parameter, with the dims of `inner`."""
+        piece = self._opened(tensor, sizes)
+        for axis, (dim, part) in enumerate(zip(self.inner, index, strict=True)):
+            if dim in self.orders:
+                piece = np.take(piece, self.orders[dim][part], axis)
+            else:
+                piece = piece[(slice(None),) * axis + (part,)]
+        return piece
+
+    def put(self, tensor: np.ndarray, sizes: Mapping[str, int], values: np.ndarray) -> None:
+        """Write all that the parameter has of a tensor into it."""
+        for dim, order in self.orders.items():
+            values = np.take(values, np.argsort(order), self.inner.index(dim))
+        self._opened(tensor, sizes)[...] = values
+
+    def _opened(self, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+        """A view of a tensor, with the dims of the parameter that it has, as they follow there."""
+        dims = [dim for group in self.groups for dim in group]
+        in_tensor = self.tensor_sizes(sizes)
         # A view, since tensors are in one piece: what is written into it is written into them.
-        opened = tensor.reshape([sizes[dim] for dim in order])
-        if self.part is not None:
-            opened = np.moveaxis(opened, order.index(self.part.dim), 0)[self.part.number]
-            order.remove(self.part.dim)
-        return opened.transpose([order.index(dim) for dim in self.inner])
+        opened = tensor.reshape([in_tensor[dim] for dim in dims])
+        if isinstance(self.part, Part):
+            opened = np.moveaxis(opened, dims.index(self.part.dim), 0)[self.part.number]
+            dims.remove(self.part.dim)
+        if isinstance(self.part, Span):
+            stretch = slice(self.part.first, self.part.first + sizes[self.part.dim])
+            opened = opened[(slice(None),) * dims.index(self.part.dim) + (stretch,)]
+        return opened.transpose([dims.index(dim) for dim in self.inner])
 
 
 @dataclass(frozen=True)
@@ -208,6 +329,7 @@ def rules_by_path(function: str, table: Table, leaves: Mapping[str, Any]) -> dic
                 f"`{function}`: `{path}` is of shape {leaf.shape}, and its rule has the dims "
                 f"{' '.join(found[path].dims)}."
             )
+        found[path].check_sizes(function, table.sizes_of(found[path], leaf.shape))
     return found
 
 
