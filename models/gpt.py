@@ -7,6 +7,7 @@ Its layers, the suffixes of shapes and the names of dims are those of `models/la
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -214,7 +215,8 @@ class Period(nnx.Module):
         return x_BSD, None
 
 
-class Stack(NamedTuple):
+@dataclass(frozen=True)
+class Stack:
     """Blocks, or periods of them, as one whose parameters have a leading dim, and how many."""
 
     blocks: Any

@@ -255,9 +255,12 @@ class GPTConfig:
     @property
     def local_layers(self) -> int:
         """How many layers have a window."""
-        if self.window is None:
-            return 0
-        return self.layers - (self.layers // self.full_every if self.full_every else 0)
+        return sum(map(self.has_window, range(self.layers)))
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer, of this number from 0, has a window."""
+        is_full = self.full_every is not None and (layer + 1) % self.full_every == 0
+        return self.window is not None and not is_full
 
     @property
     def rotary_dim(self) -> int:

@@ -127,7 +127,12 @@ class Translation(moe.MoE):
         """
         memory_BTD, of_encoder = self.encoded(source_BT, real_BT, key=layers.fold_in(key, 0))
         segments_BS = None if real_BT is None else jnp.ones(target_BS.shape, int)
-        seen = gpt.Seen(None, segments_BS, memory_BTD, _segments(real_BT), real_BS)
+        seen = gpt.Seen(
+            segments_BS=segments_BS,
+            memory_BTD=memory_BTD,
+            memory_segments_BT=_segments(real_BT),
+            real_BS=real_BS,
+        )
         x_BSD, of_decoder = self._run(
             target_BS, self.blocks, self.stretches, layers.fold_in(key, 1), seen
         )

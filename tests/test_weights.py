@@ -202,10 +202,36 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4,
+    "beta_slow": 1,
+}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_mtp_layers": 0,
+}
 FAMILIES = {
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}),
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral_window": ("Mistral", {"sliding_window": 5}),
     "llama3.1": ("Llama", {"rope_parameters": SCALED}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -220,6 +246,34 @@ FAMILIES = {
             "norm_topk_prob": True,
         },
     ),
+    "qwen3_yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": YARN | MSCALE}),
+    "deepseek_v3_plain": ("DeepseekV3", DEEPSEEK),
 }
 SIZES = {
     "hidden_size": 32,
@@ -239,15 +293,18 @@ def test_logits_are_those_of_transformers_which_reads_what_is_saved(family, tmp_
     torch = pytest.importorskip("torch")
     name, more = FAMILIES[family]
     sizes = {} if family == "gpt2" else SIZES
-    kind = getattr(transformers, f"{name}Config")
+    of_text = "TextConfig" if family == "gemma3" else "Config"
+    kind = getattr(transformers, name + of_text)
     model = getattr(transformers, f"{name}{'LMHeadModel' if family == 'gpt2' else 'ForCausalLM'}")
     torch.manual_seed(0)
-    theirs = model(kind(vocab_size=96, **sizes, **more)).eval()
+    theirs = model(kind(vocab_size=96, **{**sizes, **more})).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     of = hub.config(tmp_path / "theirs")
+    (tmp_path / "config.json").write_text(json.dumps(hub.description(of)))
+    assert hub.description(hub.config(tmp_path)) == hub.description(of)
     strategy = sl.Strategy(
         mesh="data=4,model=2",
         rules=sl.rules.data | sl.rules.tensor,
@@ -262,7 +319,7 @@ def test_logits_are_those_of_transformers_which_reads_what_is_saved(family, tmp_
         found = jax.jit(lambda model, tokens: model(tokens))(state.model, jnp.asarray(tokens))
     assert np.abs(found - expected).max() < 1e-5
     save(tmp_path / "ours", state, hub.table(of))
-    theirs.config.save_pretrained(tmp_path / "ours")
+    (tmp_path / "config.json").rename(tmp_path / "ours" / "config.json")
     again = model.from_pretrained(tmp_path / "ours").eval()
     with torch.no_grad():
         np.testing.assert_array_equal(again(torch.tensor(tokens)).logits, expected)
