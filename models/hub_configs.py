@@ -86,9 +86,9 @@ def _llama_fields(said: Said, changes: Said) -> dict[str, Any]:
     """What all of Llama's kind have."""
     _check(said, "hidden_act", "silu")
     return {
-        **_decoder_fields(said, changes),
         **_rope(said, _rope_parameters(said)),
         **_windows(said, changes),
+        **_decoder_fields(said, changes),
         "mlp": "swiglu",
     }
 
@@ -284,8 +284,8 @@ def _gemma_fields(said: Said, changes: Said) -> dict[str, Any]:
         _check(said, "hidden_act", "gelu_pytorch_tanh", "gelu")
     _check(said, "hidden_activation", None, "gelu_pytorch_tanh")
     return {
-        **_decoder_fields(said, changes),
         **_rope(said, _rope_parameters(said)),
+        **_decoder_fields(said, changes),
         "mlp": "geglu",
         "norm_from_zero": True,
         "scaled_embedding": True,

@@ -23,6 +23,10 @@ LLAMA = replace(
     GPT2, norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False, hidden=96,
     kv_heads=4,
 )  # fmt: skip
+GEMMA = replace(
+    LLAMA, layers=3, window=4, full_every=2, local_rope_theta=100.0, norm_from_zero=True,
+    post_norms=True, scaled_embedding=True, attention_scale=0.5, attention_cap=3.0, logit_cap=5.0,
+)  # fmt: skip
 CONFIGS = {
     "gpt1": replace(GPT2, norm_first=False, tied=False),
     "gpt2": replace(GPT2, dropout=0.1),
@@ -30,6 +34,7 @@ CONFIGS = {
     "padded vocabulary, scores in memory": replace(
         LLAMA, vocab=37, vocab_multiple=8, attention="xla"
     ),
+    "gemma": GEMMA,
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 KEY = jax.random.key(0)
@@ -43,7 +48,7 @@ def make(config, kind=gpt.GPT):
     generator = np.random.default_rng(0)
 
     def value(path, leaf):
-        centre = 1.0 if path[-1].key == "scale" else 0.0
+        centre = 1.0 if path[-1].key == "scale" and not config.norm_from_zero else 0.0
         return jnp.asarray(centre + 0.2 * generator.standard_normal(leaf.shape), leaf.dtype)
 
     return nnx.merge(structure, jax.tree.map_with_path(value, nnx.to_pure_dict(shapes)))
@@ -72,7 +77,7 @@ def without_cache(model, prompts, tokens):
 
 
 @pytest.mark.representative()
-@pytest.mark.long("gpt2", "padded vocabulary, scores in memory")
+@pytest.mark.long("gpt2", "padded vocabulary, scores in memory", "gemma")
 @every_config
 def test_decoding_with_a_cache_equals_a_whole_pass_for_each_token(config):
     model, prompts = make(config), tokens_of(config, length=5)
@@ -86,7 +91,7 @@ def test_decoding_with_a_cache_equals_a_whole_pass_for_each_token(config):
 
 
 @pytest.mark.representative()
-@pytest.mark.long("gpt1", "padded vocabulary, scores in memory")
+@pytest.mark.long("gpt1", "padded vocabulary, scores in memory", "gemma")
 @every_config
 def test_decoding_logits_equal_those_of_a_whole_pass(config):
     model, tokens = make(config), tokens_of(config)
@@ -105,7 +110,7 @@ def test_decoding_logits_equal_those_of_a_whole_pass(config):
 @pytest.mark.long
 @pytest.mark.sentinel("llama-3", "llama-16")
 @pytest.mark.parametrize("chunk", [3, 5, 16])
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", [GPT2, LLAMA, GEMMA], ids=["gpt2", "llama", "gemma"])
 def test_decoding_of_a_prompt_in_chunks_equals_that_of_a_whole_prompt(config, chunk):
     model, prompts = make(config), tokens_of(config, length=10)
     padding = np.array([0, 3, 9, 1])
@@ -138,7 +143,9 @@ def test_decoding_of_prompts_of_different_lengths_equals_each_alone(config):
 
 def test_decoding_of_experts_equals_a_whole_pass_for_each_token():
     router = sl.experts.TopK(2)
-    config = moe.tiny(layers=4, width=32, context=16, vocab=40, router=router, every=2)
+    config = moe.tiny(
+        layers=5, width=32, context=16, vocab=40, router=router, every=2, dense_layers=1
+    )
     model, prompts = make(config, moe.MoE), tokens_of(config, length=5)
     with sl.unsharded():
         expected = without_cache(model, prompts, 6)
@@ -188,12 +195,14 @@ def on_one_device(config, chunk):
     "llama-sequence-chunks",
     "llama-zigzag-chunks",
     "llama-stages-chunks",
+    "gemma-both-chunks",
+    "gemma-zigzag-chunks",
 )
 @pytest.mark.long
 @pytest.mark.sentinel("llama-ring-chunks")
 @pytest.mark.parametrize("chunk", [None, 4], ids=["whole", "chunks"])
 @pytest.mark.parametrize("where", MESHES)
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", [GPT2, LLAMA, GEMMA], ids=["gpt2", "llama", "gemma"])
 def test_decoding_on_a_mesh_writes_what_one_device_writes(config, where, chunk):
     shape, rules = MESHES[where]
     prompts, padding = tokens_of(config, length=8), np.array([0, 3, 6, 1])

@@ -691,7 +691,7 @@ def test_biases_of_queries_keys_and_values_are_theirs_alone():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"rope_scaling": 8.0}, r"is a `RopeScaling\(...\)`"),
+        ({"rope_scaling": 8.0}, r"is `RopeScaling\(...\)`"),
         ({"rope_scaling": gpt.RopeScaling(), "positions": "learned"}, "only rotary positions"),
         ({"qkv_bias": True, "latent": gpt.LatentAttention(8, 8, 4, 4, 4), "kv_heads": None}, "qkv"),
     ],

@@ -136,6 +136,11 @@ def config(kind):
     small = {"layers": 4, "width": 32, "heads": 4, "context": 32, "vocab": 96}
     if kind == "gpt2":
         return gpt.GPTConfig(**small)
+    if kind == "gemma":
+        more = {"mlp": "geglu", "window": 8, "full_every": 3, "norm_from_zero": True}
+        return gpt.GPTConfig(**small, **llama | more, post_norms=True, scaled_embedding=True)
+    if kind == "deepseek":
+        return moe.tiny_deepseek(vocab_multiple=64)
     if kind == "llama":
         return gpt.GPTConfig(**small, **llama, tied=False)
     if kind == "qwen2":
@@ -145,7 +150,7 @@ def config(kind):
     return moe.MoEConfig(**small, **llama, tied=False, experts=4, hidden=24)
 
 
-KINDS = ("gpt2", "llama", "qwen2", "qwen3", "mixtral")
+KINDS = ("gpt2", "llama", "qwen2", "qwen3", "mixtral", "gemma", "deepseek")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -546,12 +551,17 @@ def test_parts_that_are_missing_are_refused(tmp_path):
     [
         ({"model_type": "bert"}, "of type 'bert'"),
         (
-            {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 8.0}},
-            "rotary positions of type 'linear'",
+            {"model_type": "llama", "rope_scaling": {"type": "longrope", "factor": 8.0}},
+            "rotary positions of type 'longrope'",
         ),
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "`quantization_config`"),
         ({"model_type": "gpt2", "scale_attn_weights": False}, "`scale_attn_weights` False"),
-        ({"model_type": "mistral", "max_position_embeddings": 8192}, "context=4096"),
+        (
+            {"model_type": "gemma2", "layer_types": ["full_attention", "sliding_attention"] * 2},
+            "at equal distances",
+        ),
+        ({"model_type": "gemma", "hidden_act": "relu"}, "`hidden_act` 'relu'"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "`scoring_func` 'softmax'"),
         ({"model_type": "llama", "max_position_embeddings": 64}, "has no `num_hidden_layers`"),
         (
             {"model_type": "qwen3_moe", "max_position_embeddings": 64},
@@ -560,8 +570,8 @@ def test_parts_that_are_missing_are_refused(tmp_path):
         ({"model_type": "qwen3", "attention_bias": True}, "`attention_bias` True"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "`hidden_act` 'gelu'"),
         (
-            {"model_type": "mistral", "sliding_window": 8, "max_position_embeddings": 64},
-            "`sliding_window` of 8",
+            {"model_type": "mistral", "layer_types": ["chunked_attention"]},
+            "`layer_types` \\['chunked_attention'\\]",
         ),
     ],
 )
