@@ -53,7 +53,12 @@ def tuned(start: str, files: str) -> Run:
     if (folder / "run.json").exists():
         before = recorded(folder / "run.json")
         model, strategy, cache = before.model, before.strategy, before.cache
-        data = Corpus(files, tokenizer=tokenizer_of(folder), end=before.data.end)
+        data = Corpus(
+            files,
+            tokenizer=tokenizer_of(folder),
+            end=before.data.end,
+            begin=before.data.begin,
+        )
     elif (folder / "config.json").exists():
         model, data = _published(folder, files)
         strategy, cache = sl.Strategy(mesh="data=-1", rules=sl.rules.data, zero=3), ""
@@ -90,7 +95,8 @@ def _published(folder: Path, files: str) -> tuple[hub.gpt.GPTConfig, Corpus]:
             f"`{folder}` has no `tokenizer.json`, by which the model reads. Take it from where the "
             "model was published."
         )
-    return model, Corpus(files, tokenizer=str(tokenizer), end=hub.end_token(folder))
+    begin, end = hub.begin_token(folder), hub.end_token(folder)
+    return model, Corpus(files, tokenizer=str(tokenizer), end=end, begin=begin)
 
 
 if __name__ == "__main__":

@@ -318,8 +318,10 @@ class Run:
         turn.
         """
         if isinstance(self.data.chat, shardlib.data.Chat):
-            return self.data.chat.prompt_ids(tokenizer, [("user", text)])
-        return tokenizer.encode_batch([text])[0]
+            prompt = self.data.chat.prompt_ids(tokenizer, [("user", text)])
+        else:
+            prompt = tokenizer.encode_batch([text])[0]
+        return np.concatenate([tokenizer.encode_marker(self.data.prefix), prompt])
 
     def loss(
         self, model: gpt.GPT, batch: dict[str, jax.Array], rng: jax.Array | None

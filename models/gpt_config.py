@@ -1,7 +1,7 @@
 """What a GPT is: sizes and choices, and those of well-known ones."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax.numpy as jnp
@@ -441,51 +441,3 @@ def _check_dtype(field: str, value: Any) -> None:
             f"`GPTConfig({field}={str(value)!r})`: gradients below 6e-8 are zero in float16, which "
             "takes a scaled loss, and a step has none yet. Use `bfloat16`."
         )
-
-
-def tiny(**changes: Any) -> GPTConfig:
-    """A GPT-2 for tests and first steps; it trains in seconds on a CPU."""
-    return replace(GPTConfig(layers=2, width=64, heads=4, context=64, vocab=256), **changes)
-
-
-def gpt1(**changes: Any) -> GPTConfig:
-    """GPT-1's layers, with a vocabulary that splits evenly and a head of its own.
-
-    OpenAI's own is `gpt1(vocab=40_478, tied=True)`.
-    """
-    config = GPTConfig(
-        layers=12, width=768, heads=12, context=512, vocab=40_512, norm_first=False, tied=False
-    )
-    return replace(config, **changes)
-
-
-def gpt2(**changes: Any) -> GPTConfig:
-    """GPT-2, the smallest: 124 million parameters."""
-    return replace(GPTConfig(layers=12, width=768, heads=12, context=1024, vocab=50_257), **changes)
-
-
-def gpt2_xl(**changes: Any) -> GPTConfig:
-    """GPT-2, the largest: 1.6 billion parameters."""
-    return replace(gpt2(layers=48, width=1600, heads=25), **changes)
-
-
-def llama2_7b(**changes: Any) -> GPTConfig:
-    """Llama 2 7B."""
-    config = GPTConfig(
-        layers=32, width=4096, heads=32, hidden=11_008, context=4096, vocab=32_000,
-        norm="rms", positions="rotary", mlp="swiglu", bias=False, tied=False,
-    )  # fmt: skip
-    return replace(config, **changes)
-
-
-def llama3_8b(**changes: Any) -> GPTConfig:
-    """Llama 3 8B: Llama 2 with a fourth of the key and value heads and four times the
-    vocabulary.
-    """
-    config = llama2_7b(kv_heads=8, hidden=14_336, context=8192, vocab=128_256, rope_theta=500_000.0)
-    return replace(config, **changes)
-
-
-def llama31_8b(**changes: Any) -> GPTConfig:
-    """Llama 3.1 8B: Llama 3 for sixteen times the context, whose positions are scaled."""
-    return replace(llama3_8b(context=131_072, rope_scaling=RopeScaling()), **changes)

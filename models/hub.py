@@ -54,6 +54,19 @@ def end_token(folder: str | Path) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
+def begin_token(folder: str | Path) -> str | None:
+    """The token that a text begins with, where the `tokenizer.json` in a folder puts one there."""
+    file = Path(folder) / "tokenizer.json"
+    if not file.exists():
+        return None
+    processor = json.loads(file.read_text()).get("post_processor") or {}
+    for step in processor.get("processors", [processor]):
+        if step.get("type") == "TemplateProcessing":
+            first = step["single"][0]
+            return first.get("SpecialToken", {}).get("id")
+    return None
+
+
 def model(config: gpt.GPTConfig, rngs: nnx.Rngs) -> gpt.GPT:
     """A new model of a configuration."""
     if isinstance(config, moe.MoEConfig):

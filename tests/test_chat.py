@@ -266,3 +266,53 @@ def test_switches_say_which_tokens_are_learned(learned, data):
     for wrong in ([3, 2], [-1], [len(flags) + 1]):
         with pytest.raises(ValueError, match="switches"):
             Tokens(ids, ends, 10, 0, 1, switches=np.array(wrong))
+
+
+# What documents begin with.
+
+
+def test_documents_begin_with_a_token_that_is_not_learned(tokenizer, tmp_path):
+    texts = ["first, the <|im_start|>", "second", ""]
+    file = written(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    asked = {"tokenizer": tokenizer, "end": "<|endoftext|>", "held_out": 0.0}
+    plain = prepare(Corpus(file, **asked), tmp_path / "cache")
+    found = prepare(Corpus(file, **asked, begin="<|im_start|>"), tmp_path / "cache")
+    begin, end = found.tokenizer.encode_marker("<|im_start|><|endoftext|>").tolist()
+    bounds = [0, *found.train.ends]
+    for number, text in enumerate(texts[:2]):
+        ids = np.asarray(found.train.ids[bounds[number] : bounds[number + 1]]).tolist()
+        assert ids[0] == begin and ids[-1] == end and begin not in ids[1:]
+        assert found.tokenizer.decode(ids[1:-1]) == text
+    assert found.train.begin == begin and plain.train.begin is None
+    # The loss is of as many tokens as before, and a text has as many bits.
+    assert len(found.train) == len(plain.train) + found.train.documents
+    assert found.train.bits_per_byte(1.0) == plain.train.bits_per_byte(1.0)
+    # Its place is read, and is no target.
+    sequences = Sequences(found.train, length=64, batch=1, seed=None, documents="whole")
+    batch = sequences.examples([0])
+    targets = batch["tokens"][:, 1:][batch["mask"] > 0]
+    assert begin in batch["tokens"] and begin not in targets
+
+
+def test_conversations_begin_so_too_and_only_once(tokenizer, tmp_path):
+    file = written(tmp_path / "chats.jsonl", [FORMS["messages"]])
+    options = {"tokenizer": tokenizer, "end": "<|endoftext|>", "held_out": 0.0}
+    cache = tmp_path / "cache"
+    bare = prepare(Corpus(file, **options, chat="bare", begin="<|im_start|>"), cache).train
+    assert bare.ids[0] == bare.begin and not bare.are_learned(np.array([0]))[0]
+    own = Chat("{role}: ", begin="<|im_start|>", special=("<|im_start|>",))
+    once = prepare(Corpus(file, **options, chat=own, begin="<|im_start|>"), cache).train
+    assert np.sum(np.asarray(once.ids[:]) == once.begin) == 1
+    with pytest.raises(ValueError, match=r"begin with '<\|im_start\|>'"):
+        Corpus(file, **options, chat=own, begin="<|im_end|>")
+
+
+@pytest.mark.parametrize(("begin", "has"), [("x", "<|endoftext|>"), ("<s>", "<|im_end|>x")])
+def test_a_begin_that_is_no_special_token_is_refused(begin, has, tokenizer, tmp_path):
+    file = written(tmp_path / "texts.jsonl", [{"text": "some"}])
+    corpus = Corpus(file, tokenizer=tokenizer, end="<|endoftext|>", begin=begin, held_out=0.0)
+    with pytest.raises(ValueError, match="no special token") as refused:
+        prepare(corpus, tmp_path / "cache")
+    assert has in str(refused.value)
+    with pytest.raises(ValueError, match="which has none"):
+        prepare(Corpus(file, begin="a", held_out=0.0), tmp_path / "cache")

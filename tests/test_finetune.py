@@ -18,7 +18,7 @@ from examples import export, finetune, generate
 from examples.run import override, recorded
 from models import gpt, hub, moe
 from shardlib._tree import named_leaves
-from shardlib.data import Chat
+from shardlib.data import Chat, load_tokenizer
 
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("tokenizers")
@@ -45,7 +45,7 @@ FIELDS = (
 
 def published(folder, config=CONFIG):
     """A folder as those have that publish models."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     folder.mkdir()
     sl.weights.save(folder, gpt.GPT(config, rngs=nnx.Rngs(3)), hub.table(config))
@@ -58,6 +58,9 @@ def published(folder, config=CONFIG):
         special_tokens=["<s>", "<end>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
     return folder
@@ -151,12 +154,38 @@ def test_a_run_of_ours_is_tuned_whole_and_exported(tmp_path, capsys, no_cache):
 
 LLAMA = {"norm": "rms", "positions": "rotary", "mlp": "swiglu", "bias": False}
 MIXTRAL = moe.MoEConfig(2, 32, 4, 64, 96, tied=False, **LLAMA)
+GEMMA = gpt.GPTConfig(
+    2, 32, 4, 64, 96, head_dim=16, tied=True, norm_from_zero=True, scaled_embedding=True,
+    **LLAMA | {"mlp": "geglu"},
+)  # fmt: skip
+CAPS = {"attention_cap": 50.0, "logit_cap": 30.0}
 DESCRIBED = {
     "gpt2": gpt.tiny(),
     "llama": CONFIG,
     "llama3.1": dataclasses.replace(CONFIG, rope_scaling=gpt.RopeScaling(4.0, context=32)),
     "qwen2": dataclasses.replace(CONFIG, qkv_bias=True),
     "qwen3": gpt.GPTConfig(2, 32, 4, 64, 96, query_key_norm=True, **LLAMA),
+    "mistral": dataclasses.replace(CONFIG, window=8),
+    "yarn": dataclasses.replace(CONFIG, rope_scaling=gpt.YarnScaling(4.0, 32, 8.0, 2.0, 1.1)),
+    "gemma": GEMMA,
+    "gemma2": dataclasses.replace(GEMMA, **CAPS, layers=4, post_norms=True, full_every=2, window=8),
+    "gemma2, windows alone": dataclasses.replace(GEMMA, post_norms=True, window=8),
+    "gemma2, no windows": dataclasses.replace(GEMMA, post_norms=True),
+    "gemma3": dataclasses.replace(
+        GEMMA,
+        layers=5,
+        post_norms=True,
+        query_key_norm=True,
+        window=8,
+        full_every=3,
+        local_rope_theta=100.0,
+        rope_scaling=gpt.LinearScaling(4.0),
+        attention_scale=24**-0.5,
+    ),
+    "deepseek_v3": moe.tiny_deepseek(),
+    "deepseek_v3, yarn": moe.tiny_deepseek(
+        rope_scaling=gpt.YarnScaling(4.0, 32), attention_scale=0.4, dense_layers=None
+    ),
     "mixtral": MIXTRAL,
     "qwen3_moe": dataclasses.replace(MIXTRAL, query_key_norm=True, expert_hidden=24, tied=True),
 }
@@ -187,9 +216,21 @@ def test_configurations_that_nobody_publishes_are_refused():
         gpt.tiny(norm="rms"),
         gpt.tiny(norm_first=False),
         moe.MoEConfig(2, 32, 4, 64, 96),
+        dataclasses.replace(GEMMA, scaled_embedding=False),
+        dataclasses.replace(GEMMA, attention_cap=2.0),
+        dataclasses.replace(sparse, balance_bias=True),
     ):
         with pytest.raises(ValueError, match="No published model has the layers"):
             hub.description(config)
+    with pytest.raises(
+        ValueError, match="nearest are those of 'gemma', and it differs in `scaled_"
+    ):
+        hub.description(dataclasses.replace(GEMMA, scaled_embedding=False))
+    odd = dataclasses.replace(GEMMA, post_norms=True, attention_scale=0.3)
+    with pytest.raises(ValueError, match="not 1 over the root"):
+        hub.description(odd)
+    with pytest.raises(ValueError, match="with YaRN's positions alone"):
+        hub.description(moe.tiny_deepseek(attention_scale=0.4))
 
 
 def refused(*arguments):
@@ -200,6 +241,9 @@ def refused(*arguments):
 
 def test_patterns_and_formats_are_read_from_the_command_line(tmp_path):
     run = finetune.tuned(str(published(tmp_path / "small")), "x.jsonl")
+    assert (run.data.begin, run.data.end) == ("<s>", "<end>")
+    tokenizer = load_tokenizer(run.data.tokenizer, run.data.end)
+    assert run.prompt_ids(tokenizer, "a")[0] == 0 and len(run.prompt_ids(tokenizer, "a")) == 2
     chat = "Chat(before='[{role}] ', after='.')"
     run = override(run, ["--lora.paths", ".*/(query|value)", "--data.chat", chat])
     assert run.lora.paths == (".*/(query|value)",)

@@ -16,7 +16,7 @@ from machines import compile_for, mesh_on
 
 import shardlib as sl
 from models import gpt, moe, translation
-from shardlib import compiled
+from shardlib.compiled._collectives import collectives
 
 # Two periods of a layer with a window and one without, and a layer that is left.
 SMALL = gpt.GPTConfig(
@@ -160,6 +160,22 @@ def test_the_products_of_a_window_alone_are_counted():
     assert flops(window=64) == all_seen
 
 
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (gpt.mistral_7b(), 7_241_732_096),
+        (gpt.gemma2_2b(), 2_614_341_888),
+        (gpt.gemma2_9b(), 9_241_705_984),
+        (gpt.gemma3_1b(), 999_885_952),
+    ],
+    ids=["mistral_7b", "gemma2_2b", "gemma2_9b", "gemma3_1b"],
+)
+def test_known_models_have_the_published_parameter_counts(config, count):
+    model = nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    assert sum(leaf.size for leaf in leaves) == count
+
+
 # On meshes.
 
 
@@ -244,7 +260,7 @@ def test_windows_and_caps_send_nothing_more():
         lowered = sl.train_step(gpt.loss, strategy).lower(state, batch)
         program = compile_for(mesh, lowered)
         kinds = {}
-        for one in compiled.collectives(program):
+        for one in collectives(program.as_text()):
             if max(map(math.prod, one.shapes)) >= 512 * 256:
                 kinds[one.kind] = kinds.get(one.kind, 0) + one.times
         found.append(kinds)

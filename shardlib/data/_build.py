@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +38,7 @@ from shardlib.data._tokenizer import (
     learn_tokenizer,
     learned_size,
     read_tokenizer,
+    special_id,
 )
 from shardlib.data._tokens import stored_tokenizer, tokenizer_of_store
 
@@ -114,6 +116,13 @@ class _Builder:
             return "<u2"
         return "<u4"
 
+    @cached_property
+    def begin(self) -> int | None:
+        """The token that each document begins with."""
+        if self.corpus.begin is None:
+            return None
+        return special_id(self.tokenizer, self.corpus.begin, "Corpus(begin=...)")
+
     def write_tokens(self) -> None:
         """Read and encode all documents, and write the files of both parts.
 
@@ -145,6 +154,8 @@ class _Builder:
             held_out: the part for those kept for evaluation, chosen by the hash of their text.
         """
         encoded = encode_documents(self.tokenizer, batch)
+        if self.begin is not None and self.corpus.prefix:
+            encoded = [one.beginning_with(self.begin) for one in encoded]
         documents: dict[bool, list[Encoded]] = {False: [], True: []}
         sizes = {False: 0, True: 0}
         for document, one in zip(batch, encoded, strict=True):
@@ -172,6 +183,7 @@ class _Builder:
             "dtype": self.dtype,
             "vocab": self.tokenizer.vocab,
             "end": self.tokenizer.end,
+            "begin": self.begin,
             **tokenizer,
             "unknown": self.unknown,
             "block_bytes": BLOCK_BYTES,

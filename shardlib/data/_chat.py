@@ -59,6 +59,11 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     learned: np.ndarray
 
+    def beginning_with(self, token: int) -> "Encoded":
+        """The same after a token that is not learned."""
+        ids = np.concatenate([np.array([token], np.uint32), self.ids])
+        return Encoded(ids, np.concatenate([[False], self.learned]))
+
 
 @dataclass(frozen=True)
 class Chat:

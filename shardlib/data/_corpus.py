@@ -56,6 +56,9 @@ class Corpus:
     tokenizer has no token for is refused, unless its file has a token for what is unknown, or
     `unknown` names one.
 
+    `begin` is a special token that stands before each document, which is read and never learned,
+    where a model has learned to find one, such as `"<s>"` of Llama 2; by default there is none.
+
     `held_out` is the share of documents kept for evaluation. Which ones is a matter of
     their content only, so that it never changes as the corpus grows, and no document is on both
     sides.
@@ -86,6 +89,7 @@ class Corpus:
     bad: Literal["stop", "skip"] = "stop"
     unknown: str | None = None
     chat: Chat | str | None = None
+    begin: str | None = None
 
     def __post_init__(self) -> None:
         # The fields of a frozen dataclass are set by `object`.
@@ -93,7 +97,7 @@ class Corpus:
         _check_choice("format", self.format, get_args(Format))
         _check_choice("bad", self.bad, ("stop", "skip"))
         object.__setattr__(self, "chat", _chat(self.chat))
-        for name in ("field", "separator", "end", "unknown"):
+        for name in ("field", "separator", "end", "unknown", "begin"):
             text_or_none(f"Corpus({name}=...)", getattr(self, name))
         object.__setattr__(
             self, "tokenizer", tokenizer_name("Corpus(tokenizer=...)", self.tokenizer)
@@ -105,11 +109,23 @@ class Corpus:
                 f"`Corpus(unknown={shown(self.unknown)})` is a token of a tokenizer's file; "
                 f"`tokenizer={self.tokenizer!r}` lacks no character. Leave it out."
             )
+        if self.prefix and isinstance(self.chat, Chat) and self.chat.begin:
+            raise ValueError(
+                f"`Corpus(begin={shown(self.begin)})`: conversations of this format begin with "
+                f"{shown(self.chat.begin)}. Leave `begin` out."
+            )
         if not _is_share(self.held_out):
             raise ValueError(
                 f"`Corpus(held_out={shown(self.held_out)})` is the share of documents kept for "
                 "evaluation: at least 0, below 1."
             )
+
+    @property
+    def prefix(self) -> str:
+        """What stands before a document: `begin`, unless the format of conversations has it."""
+        if isinstance(self.chat, Chat) and self.chat.begin == self.begin:
+            return ""
+        return self.begin or ""
 
 
 def _is_share(value: Any) -> bool:

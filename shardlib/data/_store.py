@@ -137,8 +137,10 @@ def _key(corpus: Corpus, sources: tuple[Source, ...]) -> str:
     choices = asdict(corpus)
     # The files are in the key by what was found, and not by how they were named.
     del choices["files"], choices["format"]
-    if corpus.chat is None:
-        del choices["chat"]
+    # So that stores have the names that they had before there were these fields.
+    for name in ("chat", "begin"):
+        if choices[name] is None:
+            del choices[name]
     # 0 and 0.0 are the same share, and different texts in JSON.
     choices["held_out"] = float(corpus.held_out)
     if tokenizer:
@@ -212,6 +214,7 @@ def _part(folder: Path, name: str, description: dict[str, Any], has_switches: bo
         description["vocab"],
         description["end"],
         switches=switches,
+        begin=description.get("begin"),
         **description[name],
     )
 

@@ -128,6 +128,17 @@ class HuggingFace:
                 parts += self.encode_batch([part])
         return np.concatenate([np.empty(0, np.uint32), *parts])
 
+    def special(self, token: str, argument: str) -> int:
+        """The id of a special token; refused, by the name of the argument, if it is none."""
+        for number, special in self.inner.get_added_tokens_decoder().items():
+            if special.content == token:
+                return number
+        known = [special.content for special in self.inner.get_added_tokens_decoder().values()]
+        raise ValueError(
+            f"`{argument}={shown(token)}` is no special token of `{self.name}`, which has "
+            f"{listed(known[:20]) or 'none'}."
+        )
+
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         if self.alphabet is not None:
             self.alphabet.check(self.inner, texts, self.name)
@@ -252,6 +263,20 @@ def load_tokenizer(
         )
     path = tokenizer_file(tokenizer)
     return make_tokenizer(path, read_tokenizer(path), end, unknown)
+
+
+def special_id(tokenizer: Tokenizer, token: str, argument: str) -> int:
+    """The id of a special token, which an argument of this name asks for."""
+    special: dict[str, int] = {}
+    if isinstance(tokenizer, HuggingFace):
+        for number, added in tokenizer.inner.get_added_tokens_decoder().items():
+            special[added.content] = number
+    if token not in special:
+        raise ValueError(
+            f"`{argument}={shown(token)}` is no special token of the tokenizer, which has "
+            f"{listed(list(special)[:20]) if special else 'none'}."
+        )
+    return special[token]
 
 
 def _vocabulary_size(ids: dict[str, int], path: Path) -> int:

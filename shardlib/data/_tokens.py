@@ -32,8 +32,9 @@ class Tokens:
 
     `ids` are all tokens, `ends[k]` is where document k ends and the next begins; both may be
     memory-mapped. Where not all tokens are learned, `switches` are where this changes: the tokens
-    from the first to the second are learned, those from there to the third are not. `bytes` is the
-    size of the documents' text in UTF-8, `fingerprint` a hash of all tokens.
+    from the first to the second are learned, those from there to the third are not. `begin` is the
+    id that each document begins with, if they all have one. `bytes` is the size of the documents'
+    text in UTF-8, `fingerprint` a hash of all tokens.
 
     The `ids` of a store are read as an array is, by numbers, slices and `np.asarray`; what is read
     is checked against its digest first.
@@ -53,12 +54,15 @@ class Tokens:
     bytes: int
     fingerprint: str = ""
     switches: np.ndarray | None = None
+    begin: int | None = None
 
     def __post_init__(self) -> None:
         _check_whole_numbers("ids", self.ids, np.ndarray | CheckedArray)
         _check_whole_numbers("ends", self.ends, np.ndarray)
         vocab = whole_number("Tokens(vocab=...)", self.vocab, 1, _MOST_IDS)
         whole_number("Tokens(end=...)", self.end, 0, vocab - 1)
+        if self.begin is not None:
+            whole_number("Tokens(begin=...)", self.begin, 0, vocab - 1)
         whole_number("Tokens(bytes=...)", self.bytes, 0, (1 << 63) - 1)
         if not isinstance(self.fingerprint, str):
             raise ValueError(f"`Tokens(fingerprint={shown(self.fingerprint)})` is a text.")
@@ -148,8 +152,9 @@ class Tokens:
                 f"{self} are of a text of 0 bytes, which has no bits per byte. Hold out more: "
                 "`Corpus(held_out=...)`."
             )
-        # Nats of all tokens, in bits, over the bytes of their texts.
-        return nats / math.log(2) * len(self) / self.bytes
+        # Nats of all tokens that are of texts or end them, in bits, over the bytes of the texts.
+        tokens = len(self) if self.begin is None else len(self) - self.documents
+        return nats / math.log(2) * tokens / self.bytes
 
     def check_vocab(self, embeddings: int) -> None:
         """Refuse a model whose embedding table has fewer rows than there are ids.
