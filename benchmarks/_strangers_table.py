@@ -497,8 +497,9 @@ CALLS: tuple[Call, ...] = (
     _call("sl.lora.merged", "adapted()"),
     # Weights
     _call("sl.weights.Part", "'two'", "0", "2"),
+    _call("sl.weights.Span", "'in'", "0", "2"),
     _call("sl.weights.Rule", "'h.{layers}.w'", "'w'", "'in -> layers in'", "None",
-          also={"at3": _OPTIONAL}),
+          numbers="{'layers': (0, 1)}", orders="{'in': (1, 0)}", also={"at3": _OPTIONAL}),
     _call("sl.weights.Table", "names.rules", ignored="('x',)", sizes="{'in': 3}"),
     _call("sl.weights.save", "folder()", "{'w': ones(2, 3)}", "names", dtype="'bfloat16'",
           file_size="'5GB'", also={"at1": ("any",), "dtype": ("none", "class")}, slow=True),

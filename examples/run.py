@@ -26,7 +26,7 @@ from flax import nnx
 
 import shardlib as sl
 import shardlib.data
-from models import gpt, hub
+from models import gpt, hub, moe
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -306,6 +306,12 @@ class Run:
         options = {"alpha": self.lora.alpha, "paths": self.lora.paths}
         return sl.lora.add(model, self.lora.rank, rngs=rngs, **options)
 
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """The optimizer. Biases of routers follow the load of their experts."""
+        optimizer = self.optimizer.make(self.loop.steps)
+        has_biases = isinstance(self.model, moe.MoEConfig) and self.model.balance_bias
+        return sl.experts.balanced(optimizer) if has_biases and not self.lora.rank else optimizer
+
     @property
     def step_strategy(self) -> sl.Strategy:
         """The strategy of the step: beside factors that learn, all else is frozen."""
@@ -323,12 +329,21 @@ class Run:
             prompt = tokenizer.encode_batch([text])[0]
         return np.concatenate([tokenizer.encode_marker(self.data.prefix), prompt])
 
-    def loss(
-        self, model: gpt.GPT, batch: dict[str, jax.Array], rng: jax.Array | None
-    ) -> sl.WeightedMean:
-        """The loss of a batch of sequences."""
+    def loss(self, model: Any, batch: dict[str, jax.Array], rng: jax.Array | None) -> Any:
+        """What training makes less of a batch of sequences; of experts with the losses of routers,
+        and with metrics of them.
+        """
+        of_model = moe.loss if isinstance(self.model, moe.MoEConfig) else gpt.loss
+        return of_model(model, self._read(batch), rng)
+
+    def entropy(self, model: gpt.GPT, batch: dict[str, jax.Array]) -> sl.WeightedMean:
+        """The cross-entropy of a batch of sequences alone."""
+        return gpt.loss(nnx.view(model, deterministic=True), self._read(batch), None)
+
+    def _read(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """What is read of a batch."""
         seen = {"tokens", "mask"} if self.across_documents else {"tokens", "mask", "segments"}
-        return gpt.loss(model, {name: array for name, array in batch.items() if name in seen}, rng)
+        return {name: array for name, array in batch.items() if name in seen}
 
     def end(self, tokenizer: shardlib.data.Tokenizer) -> int:
         """The token that ends a text: of conversations, what ends a turn."""
@@ -353,7 +368,7 @@ class Run:
             )
             dcn = dcn or self.strategy.dcn
         strategy = dataclasses.replace(self.step_strategy, mesh=target.mesh(mesh, dcn=dcn), dcn="")
-        optimizer = self.optimizer.make(self.loop.steps)
+        optimizer = self.make_optimizer()
         state = sl.init(self.make_model, optimizer, strategy, seed=self.seed, abstract=True)
         ids, targets = (self.batch, self.model.context + 1), (self.batch, self.model.context)
         batch = {
@@ -508,7 +523,7 @@ def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
         if get_origin(kind) is Literal
         for one in get_args(kind)
     ]
-    if name == "chat" and text.startswith("Chat("):
+    if re.match(r"\w+\(", text) and text.partition("(")[0] in _types(name):
         return _value(name, text)
     if name in ("separator", "prompt"):  # a newline is typed as \n
         return _unescaped(name, text) if text.lower() != "none" else None
@@ -689,8 +704,12 @@ def _fields(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             | sl.Offload
             | sl.Zero
             | sl.Exchange
-            | shardlib.data.Chat,
-        ) or field.name in ("pipeline", "remat")
+            | shardlib.data.Chat
+            | gpt.RopeScaling
+            | gpt.LinearScaling
+            | gpt.YarnScaling
+            | gpt.LatentAttention,
+        ) or field.name in ("pipeline", "remat", "router")
         if dataclasses.is_dataclass(inner) and not whole:
             yield from _fields(inner, f"{prefix}{field.name}.")
         else:
@@ -738,6 +757,10 @@ _TYPES: dict[str, Any] = {
             sl.Offload,
             sl.Exact,
             shardlib.data.Chat,
+            gpt.RopeScaling,
+            gpt.LinearScaling,
+            gpt.YarnScaling,
+            gpt.LatentAttention,
         )
     },
     # What else blocks may keep: `Remat` makes these.
@@ -754,10 +777,13 @@ _TYPES: dict[str, Any] = {
     **{name: kind for name, kind in vars(sl.pipeline).items() if isinstance(kind, type)},
     "dtype": np.dtype,
 }
+# Routers have names of their own: `TopK` is one, and an exchange too.
+_ROUTERS = {name: kind for name, kind in vars(sl.experts).items() if isinstance(kind, type)}
 REMATS = (
     *("none", "full", "stage", "dots", "dots_without_batch"),
     *("selective", "minimal", "sublinear"),
 )
+MODELS = (gpt.GPTConfig, moe.MoEConfig)  # that the field `model` may be
 OF_TEXTS = ("train", "held out")  # in a `run.json` beside the fields: fingerprints of the tokens
 
 
@@ -797,11 +823,12 @@ def _rebuilt(kind: type, lines: dict[str, str], prefix: str = "") -> Any:
             new[field.name] = _value(name, lines[name])
         elif inner:
             hint = get_type_hints(kind)[field.name]
-            fitting = [
-                one
-                for one in get_args(hint) or (hint,)
-                if {f.name for f in dataclasses.fields(one)} == inner
-            ]
+            kinds = MODELS if hint is gpt.GPTConfig else get_args(hint) or (hint,)
+            fitting: list[type] = []
+            for one in kinds:
+                names = {f.name for f in dataclasses.fields(one)} if _is_record(one) else set()
+                if names == inner:
+                    fitting.append(one)
             if not fitting:
                 raise ValueError(
                     f"`{name}` has the fields {_listed(sorted(inner))}, which this "
@@ -813,11 +840,15 @@ def _rebuilt(kind: type, lines: dict[str, str], prefix: str = "") -> Any:
     return kind(**new)
 
 
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
 def _value(name: str, text: str) -> Any:
     if scalar := re.fullmatch(r"<class '[\w.]*?(\w+)'>", text):  # jnp.bfloat16 and its like
         return getattr(jnp, scalar[1])
     try:
-        return _evaluated(ast.parse(text, mode="eval").body)
+        return _evaluated(ast.parse(text, mode="eval").body, _types(name))
     except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"`{name} = {text}` is not written so that it can be made again. Begin from the "
@@ -825,26 +856,30 @@ def _value(name: str, text: str) -> Any:
         ) from error
 
 
-def _evaluated(node: ast.expr) -> Any:
-    """The value of an expression of constants and of the types that a run is made of; nothing else
-    is called.
-    """
+def _types(name: str) -> dict[str, Any]:
+    """The types that the value of a field may be made of."""
+    return _ROUTERS if name.rpartition(".")[2] == "router" else _TYPES
+
+
+def _evaluated(node: ast.expr, types: dict[str, Any]) -> Any:
+    """The value of an expression of constants and of some types; nothing else is called."""
+    of = partial(_evaluated, types=types)
     if isinstance(node, ast.Call):
         call: Any
         if isinstance(node.func, ast.Attribute):  # AxisRules(...).indivisible(...)
-            rules = _evaluated(node.func.value)
+            rules = of(node.func.value)
             if not isinstance(rules, sl.AxisRules) or node.func.attr != "indivisible":
                 raise ValueError(f"nothing is called `{node.func.attr}`")
             call = rules.indivisible
         else:
-            call = _TYPES[node.func.id] if isinstance(node.func, ast.Name) else None
+            call = types[node.func.id] if isinstance(node.func, ast.Name) else None
             call = _rules_of if call is sl.AxisRules else call
-        named = {str(one.arg): _evaluated(one.value) for one in node.keywords}
-        return call(*map(_evaluated, node.args), **named)
+        named = {str(one.arg): of(one.value) for one in node.keywords}
+        return call(*map(of, node.args), **named)
     if isinstance(node, ast.Tuple):
-        return tuple(map(_evaluated, node.elts))
+        return tuple(map(of, node.elts))
     if isinstance(node, ast.List):
-        return list(map(_evaluated, node.elts))
+        return list(map(of, node.elts))
     return ast.literal_eval(node)
 
 

@@ -42,7 +42,7 @@ def restored(folder: Path, strategy: sl.Strategy, step: int | None = None) -> tu
     make = dataclasses.replace(run, model=config).make_model
     frozen = run.step_strategy.frozen
     strategy = dataclasses.replace(strategy, frozen=frozen)
-    optimizer = run.optimizer.make(run.loop.steps)
+    optimizer = run.make_optimizer()
     like = sl.init(make, optimizer, strategy, seed=run.seed, abstract=True)
     with sl.Checkpoints(folder / "checkpoints") as checkpoints:
         found = checkpoints.restore(like, step=step)

@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.experimental import multihost_utils
 
 import shardlib as sl
@@ -75,15 +74,12 @@ def train(run: Run, named: str = "") -> None:
 
     strategy, steps = run.step_strategy, run.loop.steps
     say(sl.describe_mesh(strategy.device_mesh), "\n")
-    state = sl.init(run.make_model, run.optimizer.make(steps), strategy, seed=run.seed)
+    state = sl.init(run.make_model, run.make_optimizer(), strategy, seed=run.seed)
     if run.start and not has_begun(run):
         state = started(run, state)
         say(f"The run begins with the weights of {run.start}.\n")
     step = sl.train_step(run.loss, strategy)
-    measure = sl.evaluation(
-        lambda model, batch, rng: run.loss(nnx.view(model, deterministic=True), batch, None),
-        strategy,
-    )
+    measure = sl.evaluation(lambda model, batch, rng: run.entropy(model, batch), strategy)
 
     def evaluate(state: sl.State) -> dict[str, float]:
         nats = measure(state, held_out(), at_most=run.evaluation_batches)["loss"]

@@ -192,6 +192,24 @@ DESCRIBED = {
 
 
 @pytest.mark.parametrize("kind", DESCRIBED)
+def test_runs_of_all_models_are_taken_up_again(kind, tmp_path):
+    start = tmp_path / "small"
+    start.mkdir()
+    (start / "config.json").write_text(json.dumps(hub.description(DESCRIBED[kind])))
+    (start / "tokenizer.json").write_text("{}")
+    run = finetune.tuned(str(start), "x.jsonl")
+    assert type(run.model) is type(DESCRIBED[kind])
+    (tmp_path / "run.json").write_text(json.dumps(run.lines()))
+    assert recorded(tmp_path / "run.json") == run
+    if kind in ("llama", "deepseek_v3"):
+        run = override(run, ["--model.rope_scaling", "LinearScaling(2.0)"])
+        assert run.model.rope_scaling == gpt.LinearScaling(2.0)
+    if kind == "mixtral":
+        run = override(run, ["--model.router", "TopK(1)"])
+        assert run.model.router == sl.experts.TopK(1)
+
+
+@pytest.mark.parametrize("kind", DESCRIBED)
 def test_configurations_are_written_and_read(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hub.description(DESCRIBED[kind])))
     found = hub.config(tmp_path)
