@@ -95,8 +95,11 @@ def _published(folder: Path, files: str) -> tuple[hub.gpt.GPTConfig, Corpus]:
             f"`{folder}` has no `tokenizer.json`, by which the model reads. Take it from where the "
             "model was published."
         )
-    begin, end = hub.begin_token(folder), hub.end_token(folder)
-    return model, Corpus(files, tokenizer=str(tokenizer), end=end, begin=begin)
+    try:
+        begin, end = hub.begin_token(folder), hub.end_token(folder)
+        return model, Corpus(files, tokenizer=str(tokenizer), end=end, begin=begin)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ class LoRA:
         for path in paths:
             try:
                 re.compile(path)
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(
                     f"`LoRA(paths=...)`: `{path}` is no regular expression: {error}."
                 ) from error

@@ -59,11 +59,13 @@ def begin_token(folder: str | Path) -> str | None:
     file = Path(folder) / "tokenizer.json"
     if not file.exists():
         return None
-    processor = json.loads(file.read_text()).get("post_processor") or {}
-    for step in processor.get("processors", [processor]):
-        if step.get("type") == "TemplateProcessing":
-            first = step["single"][0]
-            return first.get("SpecialToken", {}).get("id")
+    try:
+        processor = json.loads(file.read_text()).get("post_processor") or {}
+        for step in processor.get("processors", [processor]):
+            if step.get("type") == "TemplateProcessing":
+                return step["single"][0].get("SpecialToken", {}).get("id")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no tokenizer: {error!r}.") from error
     return None
 
 

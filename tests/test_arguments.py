@@ -273,6 +273,8 @@ def test_trainer_command_line_refuses_wrong_field_values(options, said):
         override(tiny.run(), options)
 
 
+# Of patterns such as `[[a]`, which compile.
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
 def test_trainer_command_line_accepts_or_refuses_random_texts():
     texts = [
         "",

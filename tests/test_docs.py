@@ -139,7 +139,7 @@ def published_folder():
     folder.mkdir(exist_ok=True)
     config = gpt.llama31_8b()
     (folder / "config.json").write_text(json.dumps(hub.description(config)))
-    (folder / "tokenizer.json").touch()
+    (folder / "tokenizer.json").write_text('{"post_processor": null}')
     return folder
 
 

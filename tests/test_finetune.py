@@ -196,7 +196,7 @@ def test_runs_of_all_models_are_taken_up_again(kind, tmp_path):
     start = tmp_path / "small"
     start.mkdir()
     (start / "config.json").write_text(json.dumps(hub.description(DESCRIBED[kind])))
-    (start / "tokenizer.json").write_text("{}")
+    (start / "tokenizer.json").write_text('{"post_processor": null}')
     run = finetune.tuned(str(start), "x.jsonl")
     assert type(run.model) is type(DESCRIBED[kind])
     (tmp_path / "run.json").write_text(json.dumps(run.lines()))
@@ -279,6 +279,8 @@ def test_folders_that_cannot_be_started_from_are_named(tmp_path):
     assert "Muon moves kernels" in refused(start, chats(tmp_path), "--optimizer", "muon")
     frozen = ("--strategy.frozen", "('embedding',)")
     assert "all else is frozen already" in refused(start, chats(tmp_path), *frozen)
+    (start / "tokenizer.json").write_text("{")
+    assert "is no tokenizer" in refused(start, "x.jsonl")
     (start / "tokenizer.json").unlink()
     assert "has no `tokenizer.json`" in refused(start, "x.jsonl")
     (start / "config.json").write_text('{"model_type": "bert"}')
