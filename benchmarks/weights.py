@@ -63,6 +63,32 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+WINDOWS = {"num_hidden_layers": 5, "head_dim": 32, "sliding_window": 8}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+}
 SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 # By family: the name of its classes, and what its configuration has besides.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,7 +97,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 128},
     ),
     "llama": ("Llama", SIZES),
-    "mistral": ("Mistral", {**SIZES, "sliding_window": None}),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 8}),
     "mixtral": ("Mixtral", {**SIZES, **SPARSE}),
     "llama3.1": ("Llama", {**SIZES, "rope_parameters": SCALED}),
     "qwen2": ("Qwen2", SIZES),
@@ -80,6 +106,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**SIZES, **SPARSE, "head_dim": 32, "moe_intermediate_size": 48, "norm_topk_prob": True},
     ),
+    "gemma": ("Gemma", {**SIZES, "head_dim": 32}),
+    "gemma2": ("Gemma2", {**SIZES, **WINDOWS, "attn_logit_softcapping": 2.0}),
+    "gemma3_text": ("Gemma3Text", {**SIZES, **WINDOWS}),
+    "deepseek_v3": ("DeepseekV3", {**SIZES, **LATENT, "rope_parameters": YARN}),
 }
 STRATEGY: dict[str, Any] = {"mesh": "data=4,model=2", "rules": sl.rules.data | sl.rules.tensor}
 
@@ -103,7 +133,8 @@ def round_trip() -> dict[str, float]:
 
 def config_of(folder: Path, family: str, fields: dict[str, Any]) -> Any:
     """The configuration of a small model."""
-    (folder / "config.json").write_text(json.dumps({"model_type": family, **fields}))
+    kind = family.removesuffix("3.1")
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **fields}))
     return hub.config(folder)
 
 
@@ -124,7 +155,7 @@ def logits() -> dict[str, float]:
     for family, (name, fields) in FAMILIES.items():
         kind = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
         of = getattr(transformers, name + "Config")(**fields)
-        theirs = getattr(transformers, name + kind)(of).eval()
+        theirs = getattr(transformers, name.removesuffix("Text") + kind)(of).eval()
         with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
             for parameter in theirs.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))

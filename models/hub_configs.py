@@ -176,6 +176,8 @@ def _windows(said: Said, changes: Said) -> dict[str, Any]:
     if kinds is not None:
         every = _pattern(list(kinds))
         window = None if every == 1 else window
+    if every is not None and every > said["num_hidden_layers"]:
+        every = None  # none of the layers comes to see all
     context = changes.get("context", said["max_position_embeddings"])
     if window is None or (every is None and window >= context):
         return {}
