@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shardlib._notebook import Shown
 from shardlib._text import human_bytes, table
 from shardlib.data._blocks import CheckedArray
 from shardlib.data._checks import shown, whole_number
@@ -184,7 +185,7 @@ def _check_whole_numbers(name: str, array: Any, kinds: Any) -> None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Prepared:
+class Prepared(Shown):
     """A corpus as tokens: what there is to train on, and what is held out.
 
     `print` shows what it came to.

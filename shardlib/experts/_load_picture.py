@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from shardlib._notebook import Picture
 from shardlib.checks import _arguments as check
 from shardlib.pipeline.schedules._draw import DARK
 
@@ -64,7 +65,7 @@ def load_picture(records: Sequence[Mapping[str, Any]], title: str = "") -> str:
     ]
     for number, panel in enumerate(panels):
         lines += chart.panel(number, panel)
-    return "\n".join([*lines, *chart.steps_below(len(panels)), "</svg>\n"])
+    return Picture("\n".join([*lines, *chart.steps_below(len(panels)), "</svg>\n"]))
 
 
 def _checked(records: Any) -> list[Mapping[str, Any]]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from shardlib._notebook import Text
 from shardlib._text import table
 from shardlib.checks import _arguments as check
 from shardlib.machine._mesh import count_devices, format_mesh, name_slices, slices_of
@@ -59,13 +60,14 @@ def describe_mesh(mesh: Mesh) -> str:
     # Axes of one device take no room in a picture, and paper has two directions.
     long = [axis for axis, size in enumerate(devices.shape) if size > 1]
     if devices.size > _MAX_DRAWN_DEVICES or len(long) not in (1, 2):
-        return f"{title}\n\n{_table_of_axes(mesh, slices, list_devices=True)}"
+        return Text(f"{title}\n\n{_table_of_axes(mesh, slices, list_devices=True)}")
     down = mesh.axis_names[long[0]] if len(long) == 2 else ""
     across = mesh.axis_names[long[-1]]
     # All other axes have one device, so the two that are drawn, or one, are all there is.
     grid = (-1, devices.shape[long[-1]])
     picture = _picture(devices.reshape(grid), slices.reshape(grid), down, across)
-    return f"{title}\n\n{_table_of_axes(mesh, slices, list_devices=False)}\n\n{picture}"
+    axes = _table_of_axes(mesh, slices, list_devices=False)
+    return Text(f"{title}\n\n{axes}\n\n{picture}")
 
 
 def _table_of_axes(mesh: Mesh, slices: np.ndarray, *, list_devices: bool) -> str:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from shardlib._notebook import Shown
 from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
 from shardlib.collectives._compressed import pmean_bytes
@@ -33,7 +34,7 @@ MEETING_BYTES = 24.0
 
 
 @dataclass(frozen=True)
-class BreakEven:
+class BreakEven(Shown):
     """Seconds of a step and its exchange, exact and compressed, as means over steps.
 
     With them the bandwidth at which the two are equal.

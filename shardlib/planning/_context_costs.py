@@ -14,6 +14,7 @@ device sends in one layer:
 import math
 from dataclasses import dataclass
 
+from shardlib._notebook import Shown
 from shardlib._text import human_bytes, table
 from shardlib.checks import _arguments as check
 
@@ -43,7 +44,7 @@ class FormCosts:
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(Shown):
     """The costs of all forms that the numbers of heads allow, the one that sends least first.
 
     It prints as a table.

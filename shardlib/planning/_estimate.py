@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardlib._notebook import Shown
 from shardlib._text import human_bytes, table, terminal_width
 from shardlib.checks import _arguments as check
 from shardlib.layouts._remat_policy import Remat
@@ -55,7 +56,7 @@ def zero_bytes(
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Shown):
     """The estimated memory of a device, by kind, and the FLOPs of a step.
 
     It has the most of each kind at any moment, and the total at the peak; FLOPs are of a step on

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shardlib._notebook import Shown
 from shardlib._text import human_bytes, table
 from shardlib.checks import _arguments as check
 from shardlib.layouts._remat_text import plain_remat, remat_code, remat_words
@@ -50,7 +51,7 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Frontier(Shown):
     """The choices that no other one beats both in memory and in what is computed again.
 
     They are in the order of what they take. Keeping everything is the last one: it computes no

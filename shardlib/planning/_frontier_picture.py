@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
+from shardlib._notebook import Picture
 from shardlib._text import human_bytes
 from shardlib.pipeline.schedules._draw import DARK
 
@@ -40,7 +41,7 @@ def picture(points: Sequence[tuple[int, float, str, bool]], usable: float, title
         *chart.limit(),
         *chart.curve(),
     ]
-    return "\n".join([*lines, "</svg>\n"])
+    return Picture("\n".join([*lines, "</svg>\n"]))
 
 
 class _Chart:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from shardlib._notebook import Shown
 from shardlib._text import human_bytes, table
 from shardlib.checks import _arguments as check
 from shardlib.layouts._specs import parts_over
@@ -38,7 +39,7 @@ class TriedMicrobatch:
 
 
 @dataclass(frozen=True)
-class LargestMicrobatch:
+class LargestMicrobatch(Shown):
     """The largest microbatch that fits, and the programs that were compiled to find it.
 
     It prints as a table. `memory` is what a step may take of a device, in bytes.

@@ -19,6 +19,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from shardlib._notebook import Shown
 from shardlib.checks import _arguments as check
 from shardlib.compiled._collectives import Collective, collectives
 from shardlib.compiled._memory import Memory
@@ -41,7 +42,7 @@ from shardlib.tracing._flops import Flops
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """What a step will do on a machine.
 
     It has `memory` by kind, every one of the step's `collectives`, whether it `fits`, and what

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from shardlib._notebook import Shown
 from shardlib._text import human_bytes, table, terminal_width, wrapped
 from shardlib._tree import named_leaves
 from shardlib.layouts._host import HOST
@@ -35,7 +36,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Description:
+class Description(Shown):
     """What `describe` found; it prints as a table.
 
     `rows` are for parameters and other arrays of the model, totals for all.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
+from shardlib._notebook import Picture
 from shardlib.checks import _arguments as check
 from shardlib.pipeline.schedules._simulate import Timeline
 from shardlib.pipeline.schedules._table import KINDS, Op
@@ -62,7 +63,7 @@ def svg(timeline: Timeline, title: str = "") -> str:
         lines += chart.background(stage)
         for op in order:
             lines += chart.box(stage, op)
-    return "\n".join([*lines, "</svg>\n"])
+    return Picture("\n".join([*lines, "</svg>\n"]))
 
 
 @dataclass(frozen=True)
