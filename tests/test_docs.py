@@ -152,6 +152,18 @@ def test_docs_install_commands_name_existing_extras():
             assert set(extras.split(",")) <= set(known), f"{called(page)}: [{extras}]"
 
 
+def test_the_image_is_made_of_extras_and_files_that_there_are():
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = (ROOT / "Containerfile").read_text()
+    named = re.findall(r"EXTRAS=([\w,-]+)", text) + re.findall(r"`([\w,-]+)` for", text)
+    assert len(named) >= 4
+    for extras in named:
+        assert set(extras.split(",")) <= set(known), extras
+    programs = re.findall(r"examples/\w+\.py", text)
+    assert programs and all((ROOT / program).exists() for program in programs)
+
+
+
 def test_docs_first_pages_install_jax_for_accelerators():
     """JAX alone comes for the CPU, and a run on it would look like one on the accelerator."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
