@@ -163,7 +163,6 @@ def test_the_image_is_made_of_extras_and_files_that_there_are():
     assert programs and all((ROOT / program).exists() for program in programs)
 
 
-
 def test_docs_first_pages_install_jax_for_accelerators():
     """JAX alone comes for the CPU, and a run on it would look like one on the accelerator."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
