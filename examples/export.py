@@ -85,6 +85,7 @@ def _write_beside(source: Path, run: Run, folder: Path) -> list[str]:
         names = [name for name in BESIDE if (published / name).exists()]
         for name in names:
             shutil.copyfile(published / name, folder / name)
+        _write_changed_config(run, published, folder)
         return names + _write_end(run, published / "tokenizer.json", folder)
     (folder / "config.json").write_text(json.dumps(hub.description(run.model), indent=2))
     file = Path(tokenizer_of(source)).expanduser()
@@ -93,6 +94,16 @@ def _write_beside(source: Path, run: Run, folder: Path) -> list[str]:
         return ["config.json"]
     shutil.copyfile(file, folder / "tokenizer.json")
     return ["config.json", "tokenizer.json", *_write_end(run, file, folder)]
+
+
+def _write_changed_config(run: Run, published: Path, folder: Path) -> None:
+    """Write the configuration anew if the run has another model than the published one."""
+    said = hub.description(run.model)
+    if said == hub.description(hub.config(published, context=run.model.context)):
+        return
+    before = json.loads((published / "config.json").read_text())
+    kept = {name: number for name, number in before.items() if name.endswith("_token_id")}
+    (folder / "config.json").write_text(json.dumps(said | kept, indent=2))
 
 
 def _published(run: Run) -> Path | None:

@@ -198,7 +198,7 @@ class LoRA:
 
     - `rank`: of the factors; 0 is none, and all parameters learn.
     - `alpha`: what the factors add is times `alpha / rank`; none: once.
-    - `paths`: patterns of the layers that have some, `blocks/attention/(query|value)`.
+    - `paths`: patterns of the layers that have some, `.*/attention/(query|value)`.
     """
 
     rank: int = 0
@@ -523,12 +523,12 @@ def _parsed(name: str, text: str, now: Any, hint: Any) -> Any:
         if get_origin(kind) is Literal
         for one in get_args(kind)
     ]
-    if re.match(r"\w+\(", text) and text.partition("(")[0] in _types(name):
-        return _value(name, text)
     if name in ("separator", "prompt"):  # a newline is typed as \n
         return _unescaped(name, text) if text.lower() != "none" else None
     if hint is str or text in choices:
         return text
+    if re.match(r"\w+\(", text) and text.partition("(")[0] in _types(name):
+        return _value(name, text)
     words = {"true": True, "false": False, "none": None}
     try:
         value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)

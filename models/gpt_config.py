@@ -285,8 +285,11 @@ class GPTConfig:
             found["attention"] = 2 * self.layers * self.context * products
         # Of the tokens that a layer without a window multiplies with, these are not met.
         unseen = self.context - min(self.window or self.context, self.context)
-        width = self.heads * self.dims["head_dim"]
-        found["attention"] -= 4 * self.local_layers * self.context * unseen * width
+        sizes = 2 * self.dims["head_dim"]
+        if self.latent is not None:
+            sizes = self.latent.head_dim + self.latent.value_dim
+        scores = 2 * self.heads * sizes * unseen
+        found["attention"] -= self.local_layers * self.context * scores
         return found
 
     @property

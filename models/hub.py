@@ -47,15 +47,36 @@ def description(config: gpt.GPTConfig) -> dict[str, Any]:
 
 def end_token(folder: str | Path) -> str | None:
     """The token that ends a document, by the `tokenizer_config.json` in a folder, if it says so."""
+    return _token(_tokenizer_settings(folder), "eos_token")
+
+
+def _tokenizer_settings(folder: str | Path) -> dict[str, Any]:
+    """What the `tokenizer_config.json` in a folder says, nothing where there is none."""
     file = Path(folder) / "tokenizer_config.json"
     if not file.exists():
-        return None
-    token = json.loads(file.read_text()).get("eos_token")
+        return {}
+    try:
+        settings = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}.") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file} is no JSON object.")
+    return settings
+
+
+def _token(settings: dict[str, Any], name: str) -> str | None:
+    """A token by its name, which may be a text or a record."""
+    token = settings.get(name)
     return token.get("content") if isinstance(token, dict) else token
 
 
 def begin_token(folder: str | Path) -> str | None:
-    """The token that a text begins with, where the `tokenizer.json` in a folder puts one there."""
+    """The token that a text begins with, if the tokenizer in a folder puts one there: by the
+    `add_bos_token` of its `tokenizer_config.json`, or else by its `tokenizer.json`.
+    """
+    settings = _tokenizer_settings(folder)
+    if settings.get("add_bos_token") is not None:
+        return _token(settings, "bos_token") if settings["add_bos_token"] else None
     file = Path(folder) / "tokenizer.json"
     if not file.exists():
         return None

@@ -85,9 +85,12 @@ def _of_gpt2(said: Said, changes: Said) -> gpt.GPTConfig:
 def _llama_fields(said: Said, changes: Said) -> dict[str, Any]:
     """What all of Llama's kind have."""
     _check(said, "hidden_act", "silu")
+    if said["model_type"] not in ("mistral", "mixtral"):
+        # What these say of a window is not used, unless some layers are named as such.
+        for kind in said.get("layer_types") or []:
+            _check({"layer_types": kind}, "layer_types", "full_attention")
     return {
         **_rope(said, _rope_parameters(said)),
-        **_windows(said, changes),
         **_decoder_fields(said, changes),
         "mlp": "swiglu",
     }
@@ -122,6 +125,7 @@ def _rope_parameters(said: Said) -> dict[str, Any]:
 
 def _rope(said: Said, rope: Said) -> dict[str, Any]:
     """Rotary positions, and how they are changed for longer contexts."""
+    _check(rope, "partial_rotary_factor", 1.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _SCALINGS:
         known = ", ".join(map(repr, _SCALINGS))
@@ -167,20 +171,16 @@ _SCALINGS: dict[str, Callable[[Said, Said], Any]] = {
 }
 
 
-def _windows(said: Said, changes: Said) -> dict[str, Any]:
+def _windows(said: Said) -> dict[str, Any]:
     """How many tokens layers see, and which of them see all."""
-    # Qwen's configurations have a window that is not used.
-    window = said.get("sliding_window") if said.get("use_sliding_window", True) else None
-    kinds = said.get("layer_types")
+    window = said.get("sliding_window")
     every = said.get("sliding_window_pattern")
-    if kinds is not None:
-        every = _pattern(list(kinds))
-        window = None if every == 1 else window
+    if said.get("layer_types") is not None:
+        every = _pattern(list(said["layer_types"]))
+    if window is None or every == 1:
+        return {}
     if every is not None and every > said["num_hidden_layers"]:
         every = None  # none of the layers comes to see all
-    context = changes.get("context", said["max_position_embeddings"])
-    if window is None or (every is None and window >= context):
-        return {}
     return {"window": window, "full_every": every}
 
 
@@ -197,14 +197,19 @@ def _pattern(kinds: list[str]) -> int | None:
     every = sees_all.index(True) + 1
     if sees_all != [number % every == 0 for number in range(1, len(kinds) + 1)]:
         raise ValueError(
-            f"`config.json` has `layer_types` in which not every {every}th layer alone sees all "
-            "tokens; the models here have layers of full attention at equal distances."
+            "`config.json` has `layer_types` with layers of full attention at other distances than "
+            f"that of the first, number {every}; the models here have them at equal distances."
         )
     return every
 
 
 def _of_llama(said: Said, changes: Said) -> gpt.GPTConfig:
     return gpt.GPTConfig(**{**_llama_fields(said, changes), **changes})
+
+
+def _of_mistral(said: Said, changes: Said) -> gpt.GPTConfig:
+    window = _windows(said)
+    return gpt.GPTConfig(**{**_llama_fields(said, changes), **window, **changes})
 
 
 def _of_qwen2(said: Said, changes: Said) -> gpt.GPTConfig:
@@ -217,6 +222,7 @@ def _of_qwen3(said: Said, changes: Said) -> gpt.GPTConfig:
 
 def _of_mixtral(said: Said, changes: Said) -> gpt.GPTConfig:
     more = {
+        **_windows(said),
         "balance": said["router_aux_loss_coef"],
         "experts": said["num_local_experts"],
         "router": sl.experts.TopK(said["num_experts_per_tok"]),
@@ -245,6 +251,10 @@ def _of_deepseek_v3(said: Said, changes: Said) -> gpt.GPTConfig:
     _check(said, "moe_layer_freq", 1)
     _check(said, "scoring_func", "sigmoid")
     _check(said, "topk_method", "noaux_tc")
+    if said["q_lora_rank"] is None:
+        raise ValueError(
+            "`config.json` has `q_lora_rank` None; the models here make queries of a latent."
+        )
     latent = gpt.LatentAttention(
         query_rank=said["q_lora_rank"],
         kv_rank=said["kv_lora_rank"],
@@ -300,7 +310,7 @@ def _of_gemma(said: Said, changes: Said) -> gpt.GPTConfig:
 
 def _of_gemma2(said: Said, changes: Said) -> gpt.GPTConfig:
     more = {
-        **_windows(said, changes),
+        **_windows(said),
         "post_norms": True,
         "attention_scale": 1 / math.sqrt(said["query_pre_attn_scalar"]),
         "attention_cap": said.get("attn_logit_softcapping"),
@@ -311,7 +321,7 @@ def _of_gemma2(said: Said, changes: Said) -> gpt.GPTConfig:
 
 def _of_gemma3(said: Said, changes: Said) -> gpt.GPTConfig:
     more = {
-        **_windows(said, changes),
+        **_windows(said),
         "post_norms": True,
         "query_key_norm": True,
         "attention_scale": 1 / math.sqrt(said["query_pre_attn_scalar"]),
@@ -342,7 +352,7 @@ def _check(said: Said, field: str, *known: Any) -> None:
 READERS: dict[str, Callable[[Said, Said], gpt.GPTConfig]] = {
     "gpt2": _of_gpt2,
     "llama": _of_llama,
-    "mistral": _of_llama,
+    "mistral": _of_mistral,
     "mixtral": _of_mixtral,
     "qwen2": _of_qwen2,
     "qwen3": _of_qwen3,

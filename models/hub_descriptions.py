@@ -107,7 +107,7 @@ def description(config: gpt.GPTConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        **_rope(config),
+        **_rope(kind, config),
     }
     if kind in ("mistral", "mixtral"):
         said["sliding_window"] = config.window
@@ -126,6 +126,8 @@ def _kind_of(config: gpt.GPTConfig) -> str:
         differing = kind.differing(config)
         if kind.sparse != sparse:
             continue
+        if name == "deepseek_v3" and config.latent is None:
+            differing.append("latent")
         if sparse and not _routes_as(name, config):
             differing.append("router")
         if name == "gpt2" and config.dims["kv_heads"] != config.heads:
@@ -167,14 +169,20 @@ def _gpt2(config: gpt.GPTConfig) -> dict[str, Any]:
     }
 
 
-def _rope(config: gpt.GPTConfig) -> dict[str, Any]:
-    """Rotary positions, and their scaling under the name that all versions read."""
+def _rope(kind: str, config: gpt.GPTConfig) -> dict[str, Any]:
+    """Rotary positions: of layers with a window and without, where Gemma 3 has two kinds."""
     scaling = _scaling(config)
-    if config.local_rope_theta is None:
+    if kind != "gemma3_text":
         more = {} if scaling is None else {"rope_scaling": scaling}
         return {"rope_theta": config.rope_theta, **more}
+    local_theta = config.local_rope_theta or config.rope_theta
+    if config.local_rope_theta is None and config.window is not None and scaling is not None:
+        raise ValueError(
+            f"`{type(config).__name__}(rope_scaling=...)`: Gemma 3 does not scale the positions of "
+            "layers with a window; say `local_rope_theta=...`, which these have."
+        )
     full = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
-    local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+    local = {"rope_theta": local_theta, "rope_type": "default"}
     return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
 
 

@@ -230,6 +230,8 @@ class Scores:
     def of(cls, config: GPTConfig, *, causal: bool, local: bool) -> "Scores":
         """Those of a layer, which has the configuration's window if it is local."""
         window = config.window if local else None
+        # One as long as any sequence hides nothing.
+        window = None if window is None or window >= config.context else window
         return cls(causal, window, config.attention_scale, config.attention_cap)
 
     @property

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import shardlib as sl
 from examples import export, finetune, generate
 from examples.run import override, recorded
 from models import gpt, hub, moe
+from models.layers import Scores
 from shardlib._tree import named_leaves
 from shardlib.data import Chat, load_tokenizer
 
@@ -191,6 +193,118 @@ DESCRIBED = {
 }
 
 
+# What publishers have written, with the fields that say something of the layers.
+GEMMA_3 = {
+    "model_type": "gemma3_text", "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768,
+    "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+    "sliding_window_pattern": 6, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "attention_bias": False, "vocab_size": 262144,
+}  # fmt: skip
+GEMMA_2 = {
+    "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336,
+    "max_position_embeddings": 8192, "num_attention_heads": 16, "num_hidden_layers": 42,
+    "num_key_value_heads": 8, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+}  # fmt: skip
+MISTRAL = {
+    "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}  # fmt: skip
+QWEN_2 = {**MISTRAL, "model_type": "qwen2", "max_window_layers": 21, "use_sliding_window": False}
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "attention_bias": False, "aux_loss_alpha": 0.0001, "ep_size": 1,
+    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+YARN_SIZE = 0.1 * math.log(40) + 1
+PUBLISHED = {
+    "gemma3_1b": (GEMMA_3, gpt.gemma3_1b()),
+    "gemma2_9b": (GEMMA_2, gpt.gemma2_9b()),
+    "mistral_7b": (MISTRAL, gpt.mistral_7b(context=32_768)),
+    # Windows that are named and not used.
+    "qwen2": (QWEN_2, gpt.mistral_7b(context=32_768, window=None, qkv_bias=True)),
+    "qwen2 says nothing of use": (
+        {**MISTRAL, "model_type": "qwen2"},
+        gpt.mistral_7b(context=32_768, window=None, qkv_bias=True),
+    ),
+    "llama": (
+        {**MISTRAL, "model_type": "llama"},
+        gpt.mistral_7b(context=32_768, window=None),
+    ),
+    "mistral without": (
+        {**MISTRAL, "sliding_window": None}, gpt.mistral_7b(context=32_768, window=None)
+    ),
+    "all see all": (
+        {**GEMMA_2, "sliding_window_pattern": 1}, gpt.gemma2_9b(window=None, full_every=None)
+    ),
+    "deepseek_v3": (
+        DEEPSEEK,
+        moe.deepseek_v3(
+            context=163_840, rope_scaling=gpt.YarnScaling(40.0, 4096, 32.0, 1.0, 1.0),
+            attention_scale=YARN_SIZE**2 / math.sqrt(192),
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_configurations_are_those_of_the_models(kind, tmp_path):
+    said, expected = PUBLISHED[kind]
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    found = hub.config(tmp_path)
+    # What is left out where it is as by default is the same.
+    assert found.dims == expected.dims
+    same = dict.fromkeys(("kv_heads", "head_dim"))
+    assert dataclasses.replace(found, **same) == dataclasses.replace(expected, **same)
+
+
+def test_a_window_stays_where_sequences_are_shorter(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL))
+    (tmp_path / "tokenizer.json").write_text('{"post_processor": null}')
+    run = finetune.tuned(str(tmp_path), "x.jsonl")
+    assert run.model.context == 2048
+    longer = override(run, ["--model.context", "8192"])
+    assert longer.model.window == 4096
+    # Where it hides nothing, attention has none.
+    short = lambda config: Scores.of(config, causal=True, local=True).window
+    assert short(run.model) is None and short(longer.model) == 4096
+
+
+def test_tokens_that_texts_begin_with_are_found(tmp_path):
+    folder = published(tmp_path / "small")
+    assert hub.begin_token(folder) == "<s>"
+    settings = folder / "tokenizer_config.json"
+    for said, expected in (
+        ({"add_bos_token": False, "bos_token": "<s>"}, None),
+        ({"add_bos_token": True, "bos_token": {"content": "<b>"}}, "<b>"),
+        ({"bos_token": "<b>"}, "<s>"),
+    ):
+        settings.write_text(json.dumps(said))
+        assert hub.begin_token(folder) == expected
+    settings.write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        hub.begin_token(folder)
+
+
 @pytest.mark.parametrize("kind", DESCRIBED)
 def test_runs_of_all_models_are_taken_up_again(kind, tmp_path):
     start = tmp_path / "small"
@@ -214,6 +328,9 @@ def test_configurations_are_written_and_read(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hub.description(DESCRIBED[kind])))
     found = hub.config(tmp_path)
     assert hub.description(found) == hub.description(DESCRIBED[kind])
+    same = dict.fromkeys(("kv_heads", "head_dim", "hidden", "expert_hidden"))
+    same = {field: None for field in same if hasattr(found, field)}
+    assert dataclasses.replace(found, **same) == dataclasses.replace(DESCRIBED[kind], **same)
     assert found.dims == DESCRIBED[kind].dims and type(found) is type(DESCRIBED[kind])
     make = lambda config: dict(
         named_leaves(
@@ -247,6 +364,12 @@ def test_configurations_that_nobody_publishes_are_refused():
     odd = dataclasses.replace(GEMMA, post_norms=True, attention_scale=0.3)
     with pytest.raises(ValueError, match="not 1 over the root"):
         hub.description(odd)
+    plain = moe.tiny_deepseek(latent=None)
+    with pytest.raises(ValueError, match="nearest are those of 'deepseek_v3'.*`latent`"):
+        hub.description(plain)
+    scaled = dataclasses.replace(DESCRIBED["gemma3"], local_rope_theta=None)
+    with pytest.raises(ValueError, match="say `local_rope_theta"):
+        hub.description(scaled)
     with pytest.raises(ValueError, match="with YaRN's positions alone"):
         hub.description(moe.tiny_deepseek(attention_scale=0.4))
 

@@ -109,6 +109,12 @@ class Corpus:
                 f"`Corpus(unknown={shown(self.unknown)})` is a token of a tokenizer's file; "
                 f"`tokenizer={self.tokenizer!r}` lacks no character. Leave it out."
             )
+        if self.begin and made_here:
+            raise ValueError(
+                f"`Corpus(begin={shown(self.begin)})` is a token of a tokenizer's file; "
+                f"`tokenizer={self.tokenizer!r}` has no special token but what ends a document. "
+                "Leave it out."
+            )
         if self.prefix and isinstance(self.chat, Chat) and self.chat.begin:
             raise ValueError(
                 f"`Corpus(begin={shown(self.begin)})`: conversations of this format begin with "

@@ -128,17 +128,6 @@ class HuggingFace:
                 parts += self.encode_batch([part])
         return np.concatenate([np.empty(0, np.uint32), *parts])
 
-    def special(self, token: str, argument: str) -> int:
-        """The id of a special token; refused, by the name of the argument, if it is none."""
-        for number, special in self.inner.get_added_tokens_decoder().items():
-            if special.content == token:
-                return number
-        known = [special.content for special in self.inner.get_added_tokens_decoder().values()]
-        raise ValueError(
-            f"`{argument}={shown(token)}` is no special token of `{self.name}`, which has "
-            f"{listed(known[:20]) or 'none'}."
-        )
-
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         if self.alphabet is not None:
             self.alphabet.check(self.inner, texts, self.name)
