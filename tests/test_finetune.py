@@ -328,8 +328,14 @@ def test_configurations_are_written_and_read(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hub.description(DESCRIBED[kind])))
     found = hub.config(tmp_path)
     assert hub.description(found) == hub.description(DESCRIBED[kind])
-    same = dict.fromkeys(("kv_heads", "head_dim", "hidden", "expert_hidden"))
-    same = {field: None for field in same if hasattr(found, field)}
+    # What is said, and is so by default.
+    said = ("kv_heads", "head_dim", "hidden", "expert_hidden", "attention_scale")
+    same = {field: None for field in said if hasattr(found, field)}
+    scales = [
+        config.attention_scale or config.dims["head_dim"] ** -0.5
+        for config in (found, DESCRIBED[kind])
+    ]
+    assert scales[0] == pytest.approx(scales[1], rel=1e-12)
     assert dataclasses.replace(found, **same) == dataclasses.replace(DESCRIBED[kind], **same)
     assert found.dims == DESCRIBED[kind].dims and type(found) is type(DESCRIBED[kind])
     make = lambda config: dict(
