@@ -289,6 +289,17 @@ def test_a_window_stays_where_sequences_are_shorter(tmp_path):
     assert short(run.model) is None and short(longer.model) == 4096
 
 
+def test_a_model_that_was_changed_is_described_as_it_is(tmp_path):
+    start, out = published(tmp_path / "small"), tmp_path / "out"
+    out.mkdir()
+    run = finetune.tuned(str(start), "x.jsonl")
+    export._write_beside(tmp_path, run, out)
+    assert (out / "config.json").read_text() == (start / "config.json").read_text()
+    changed = override(run, ["--model.rope_scaling", "LinearScaling(2.0)"])
+    export._write_beside(tmp_path, changed, out)
+    assert hub.config(out).rope_scaling == gpt.LinearScaling(2.0)
+
+
 def test_tokens_that_texts_begin_with_are_found(tmp_path):
     folder = published(tmp_path / "small")
     assert hub.begin_token(folder) == "<s>"

@@ -87,6 +87,39 @@ def test_every_so_many_layers_see_all_tokens():
     )
 
 
+def test_layers_with_a_window_have_positions_of_their_own():
+    config = replace(SMALL, layers=1, full_every=None, window=8)
+    own = logits_of(model_of(config))
+    same = replace(config, rope_theta=100.0, rope_scaling=None, local_rope_theta=None)
+    np.testing.assert_array_equal(own, logits_of(model_of(same)))
+    others = logits_of(model_of(replace(config, local_rope_theta=None)))
+    assert np.abs(own - others).max() > 1e-4
+    # A layer that sees all tokens has those of the model.
+    seen = gpt.turned(gpt.Seen(), SMALL, jnp.arange(4))
+    with sl.unsharded():
+        full, local = (gpt.Block(SMALL, local=kind, rngs=nnx.Rngs(0)) for kind in (False, True))
+    assert full._rotation(seen) is seen.rotation
+    assert local._rotation(seen) is seen.local_rotation
+
+
+def test_embeddings_and_what_is_added_are_scaled_as_asked():
+    config = replace(alone(SMALL), window=None, post_norms=False)
+    model = model_of(config)
+    state = nnx.to_pure_dict(nnx.state(model))
+    plain = nnx.graphdef(model_of(replace(config, scaled_embedding=False, tied=False)))
+    scaled = dict(state) | {"head": state["embedding"], "embedding": state["embedding"] * 32**0.5}
+    expected = logits_of(nnx.merge(plain, scaled))
+    np.testing.assert_allclose(logits_of(model), expected, atol=1e-5)
+    # With a scale of -1 norms after attention and the MLP add nothing to the embeddings.
+    silent = model_of(replace(config, post_norms=True))
+    for norm in (silent.blocks.attention_post_norm, silent.blocks.mlp_post_norm):
+        norm.scale[...] = -jnp.ones_like(norm.scale[...])
+    with sl.unsharded():
+        found = silent.features(jnp.asarray(TOKENS))
+        embedded = silent._last(silent._embed(jnp.asarray(TOKENS)), silent.norm)
+    np.testing.assert_allclose(found, embedded, atol=1e-6)
+
+
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_scores_in_memory_are_those_that_never_are(cap, segments):

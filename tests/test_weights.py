@@ -19,7 +19,7 @@ import shardlib as sl
 from models import gpt, hub, moe
 from shardlib.__main__ import main
 from shardlib._tree import named_leaves
-from shardlib.weights import Part, Rule, Table, load, open_tensors, save
+from shardlib.weights import Part, Rule, Span, Table, load, open_tensors, save
 
 P = jax.P
 KV = "embed (both heads size) -> layers heads size embed"
@@ -509,6 +509,76 @@ def test_numbers_that_a_dtype_cannot_hold_are_refused(tmp_path):
     safetensors.numpy.save_file({"w": np.ones(2, "i1")}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="quantized weights are not known"):
         load(tmp_path, large, table)
+
+
+LAYERS = {"layers": (3, 2)}
+UNEQUAL = Table(
+    (
+        Rule("l.{layers}.w", "first", "rank in -> layers rank in", Span("rank", 0, 7), LAYERS),
+        Rule(
+            "l.{layers}.w", "second", "size in -> layers in size",
+            Span("size", 3, 7), LAYERS, {"size": (1, 3, 0, 2)},
+        ),
+    )
+)  # fmt: skip
+
+
+def test_parts_of_different_sizes_and_in_another_order(tmp_path):
+    generator = np.random.default_rng(0)
+    draw = lambda *shape: generator.standard_normal(shape).astype("f")
+    parameters = {"first": draw(2, 3, 8), "second": draw(2, 8, 4)}
+    save(tmp_path, parameters, UNEQUAL)
+    found = reference(tmp_path)
+    assert set(found) == {"l.3.w", "l.5.w"}
+    for number, name in enumerate(("l.3.w", "l.5.w")):
+        np.testing.assert_array_equal(found[name][:3], parameters["first"][number])
+        for place, row in enumerate((1, 3, 0, 2)):
+            of_place = parameters["second"][number, :, place]
+            np.testing.assert_array_equal(found[name][3 + row], of_place)
+    # Where the dim in another order is split, each device takes its own.
+    mesh = sl.make_mesh("data=2,model=4")
+    spec = {"first": P(None, None, "model"), "second": P(None, "data", "model")}
+    like = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec[name]))
+        for name, x in parameters.items()
+    }
+    read = load(tmp_path, like, UNEQUAL)
+    for name, x in parameters.items():
+        np.testing.assert_array_equal(read[name], x)
+        assert read[name].sharding.spec == spec[name]
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"part": Span("x", 0, 2)}, "no dim that both"),
+        ({"part": Span("layers", 0, 2)}, "no dim that both"),
+        ({"numbers": {"in": (0, 1)}}, "has not in braces|has `in`"),
+        ({"numbers": {"layers": (0, 0)}}, "numbers"),
+        ({"numbers": {"layers": 3}}, "numbers"),
+        ({"orders": {"layers": (0, 1)}}, "no dim that both"),
+        ({"orders": {"in": (0, 2)}}, "orders"),
+    ],
+)
+def test_rules_that_contradict_themselves_are_refused(rule, message):
+    with pytest.raises(ValueError, match=message):
+        Rule("w.{layers}", "w", "in -> layers in", **rule)
+
+
+def test_sizes_that_do_not_fit_spans_and_orders_are_refused(tmp_path):
+    first, second = UNEQUAL.rules
+    tree = {"first": np.zeros((2, 3, 8), "f"), "second": np.zeros((2, 8, 4), "f")}
+    with pytest.raises(ValueError, match="goes beyond the 7"):
+        save(tmp_path, {**tree, "second": np.zeros((2, 8, 5), "f")}, UNEQUAL)
+    with pytest.raises(ValueError, match="the order of its rule is of 4"):
+        save(tmp_path, {**tree, "second": np.zeros((2, 8, 3), "f")}, UNEQUAL)
+    with pytest.raises(ValueError, match="do not make up `l.3.w`"):
+        save(tmp_path, {**tree, "first": np.zeros((2, 2, 8), "f")}, UNEQUAL)
+    with pytest.raises(ValueError, match="do not make up `l.3.w`"):
+        save(tmp_path, {"first": tree["first"]}, Table((first,)))
+    with pytest.raises(ValueError, match="below|first"):
+        Span("rank", 7, 7)
+    assert second.part.total == 7
 
 
 def test_tables_with_sizes_of_unknown_dims_are_refused():
