@@ -103,7 +103,8 @@ class GPTConfig:
       `YarnScaling`.
     - `latent`: DeepSeek's latent attention in place of the plain one, in models with rotary
       positions; it says the sizes of heads, which `kv_heads` and `head_dim` do not then.
-    - `norm_from_zero`: norms multiply by 1 and their scale, which begins at 0, as in Gemma.
+    - `norm_from_zero`: norms multiply by 1 plus their scale, which begins at 0 (also called
+      zero-centered), as in Gemma.
     - `post_norms`: what attention and the MLP return is normed before it is added, as in Gemma 2.
     - `scaled_embedding`: embeddings are multiplied by the root of `width`, as in Gemma.
     - `window`: a token sees so many: itself and those before it.

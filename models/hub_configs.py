@@ -90,7 +90,7 @@ def _llama_fields(said: Said, changes: Said) -> dict[str, Any]:
         for kind in said.get("layer_types") or []:
             _check({"layer_types": kind}, "layer_types", "full_attention")
     return {
-        **_rope(said, _rope_parameters(said)),
+        **_rope(_rope_parameters(said)),
         **_decoder_fields(said, changes),
         "mlp": "swiglu",
     }
@@ -123,7 +123,7 @@ def _rope_parameters(said: Said) -> dict[str, Any]:
     return {"rope_theta": said.get("rope_theta", 10_000.0), **rope}
 
 
-def _rope(said: Said, rope: Said) -> dict[str, Any]:
+def _rope(rope: Said) -> dict[str, Any]:
     """Rotary positions, and how they are changed for longer contexts."""
     _check(rope, "partial_rotary_factor", 1.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -134,11 +134,11 @@ def _rope(said: Said, rope: Said) -> dict[str, Any]:
         )
     return {
         "rope_theta": float(rope["rope_theta"]),
-        "rope_scaling": _SCALINGS[kind](said, rope),
+        "rope_scaling": _SCALINGS[kind](rope),
     }
 
 
-def _llama3_scaling(said: Said, rope: Said) -> gpt.RopeScaling:
+def _llama3_scaling(rope: Said) -> gpt.RopeScaling:
     return gpt.RopeScaling(
         float(rope["factor"]),
         float(rope["low_freq_factor"]),
@@ -147,7 +147,7 @@ def _llama3_scaling(said: Said, rope: Said) -> gpt.RopeScaling:
     )
 
 
-def _yarn_scaling(said: Said, rope: Said) -> gpt.YarnScaling:
+def _yarn_scaling(rope: Said) -> gpt.YarnScaling:
     if not rope.get("truncate", True):
         raise ValueError(
             "`config.json` has `truncate` False, of YaRN's positions; the models here know True."
@@ -163,9 +163,9 @@ def _yarn_scaling(said: Said, rope: Said) -> gpt.YarnScaling:
     return gpt.YarnScaling(factor, context, *turns, float(size))
 
 
-_SCALINGS: dict[str, Callable[[Said, Said], Any]] = {
-    "default": lambda said, rope: None,
-    "linear": lambda said, rope: gpt.LinearScaling(float(rope["factor"])),
+_SCALINGS: dict[str, Callable[[Said], Any]] = {
+    "default": lambda rope: None,
+    "linear": lambda rope: gpt.LinearScaling(float(rope["factor"])),
     "llama3": _llama3_scaling,
     "yarn": _yarn_scaling,
 }
@@ -296,7 +296,7 @@ def _gemma_fields(said: Said, changes: Said) -> dict[str, Any]:
         _check(said, "hidden_act", "gelu_pytorch_tanh", "gelu")
     _check(said, "hidden_activation", None, "gelu_pytorch_tanh")
     return {
-        **_rope(said, _rope_parameters(said)),
+        **_rope(_rope_parameters(said)),
         **_decoder_fields(said, changes),
         "mlp": "geglu",
         "norm_from_zero": True,
@@ -308,26 +308,24 @@ def _of_gemma(said: Said, changes: Said) -> gpt.GPTConfig:
     return gpt.GPTConfig(**{**_gemma_fields(said, changes), **changes})
 
 
-def _of_gemma2(said: Said, changes: Said) -> gpt.GPTConfig:
-    more = {
+def _later_gemma_fields(said: Said) -> dict[str, Any]:
+    """What Gemma 2 and 3 have besides."""
+    return {
         **_windows(said),
         "post_norms": True,
         "attention_scale": 1 / math.sqrt(said["query_pre_attn_scalar"]),
         "attention_cap": said.get("attn_logit_softcapping"),
         "logit_cap": said.get("final_logit_softcapping"),
     }
+
+
+def _of_gemma2(said: Said, changes: Said) -> gpt.GPTConfig:
+    more = _later_gemma_fields(said)
     return gpt.GPTConfig(**{**_gemma_fields(said, changes), **more, **changes})
 
 
 def _of_gemma3(said: Said, changes: Said) -> gpt.GPTConfig:
-    more = {
-        **_windows(said),
-        "post_norms": True,
-        "query_key_norm": True,
-        "attention_scale": 1 / math.sqrt(said["query_pre_attn_scalar"]),
-        "attention_cap": said.get("attn_logit_softcapping"),
-        "logit_cap": said.get("final_logit_softcapping"),
-    }
+    more = {**_later_gemma_fields(said), "query_key_norm": True}
     if "window" in more:
         local = (said.get("rope_parameters") or {}).get("sliding_attention")
         theta = said["rope_local_base_freq"] if local is None else local["rope_theta"]

@@ -155,7 +155,7 @@ def lay_out(x: jax.Array, *layouts: Names) -> jax.Array:
 
 class Norm(nnx.Module):
     """LayerNorm, or RMSNorm, which is LayerNorm without the centring and the bias. With
-    `norm_from_zero` it multiplies by 1 and the scale.
+    `norm_from_zero` it multiplies by 1 plus the scale.
 
     `dim` is what the last dim of its parameters is called, `names` are those of what it norms.
     """
