@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -26,7 +27,7 @@ def started(run: Run, state: sl.State) -> sl.State:
         if (folder / "run.json").exists():
             model, _ = restored(folder, to_read(recorded(folder / "run.json")))
             return state.with_weights(_in_place(state.weights, model, folder))
-        return sl.weights.load(folder, state, hub.table(run.model), keep=keep)
+        return sl.weights.load(folder, state, hub.table(run.model), keep=keep, release=True)
     except (OSError, ValueError) as error:
         raise SystemExit(f"`--start {run.start}`: {error}") from error
 
@@ -40,12 +41,9 @@ def restored(folder: Path, strategy: sl.Strategy, step: int | None = None) -> tu
     # Kernels are chosen where the model runs now.
     config = dataclasses.replace(run.model, attention=None, kernels="xla")
     make = dataclasses.replace(run, model=config).make_model
-    frozen = run.step_strategy.frozen
-    strategy = dataclasses.replace(strategy, frozen=frozen)
-    optimizer = run.make_optimizer()
-    like = sl.init(make, optimizer, strategy, seed=run.seed, abstract=True)
+    like = sl.init(make, optax.set_to_zero(), strategy, seed=run.seed, abstract=True)
     with sl.Checkpoints(folder / "checkpoints") as checkpoints:
-        found = checkpoints.restore(like, step=step)
+        found = checkpoints.restore_model(like, step=step)
     model = found.state.model
     return (sl.lora.merged(model) if run.lora.rank else model), found.step
 
@@ -68,8 +66,6 @@ def tokenizer_of(folder: Path) -> str:
 def to_read(run: Run, mesh: str | None = None, rules: str | None = None) -> sl.Strategy:
     """The strategy to read what a run has learned: its own without what trains.
 
-    The optimizer's state is read along, and split for that.
-
     Args:
         run: that has learned.
         mesh: by default that of the run.
@@ -84,7 +80,7 @@ def to_read(run: Run, mesh: str | None = None, rules: str | None = None) -> sl.S
         strategy,
         frozen=(),
         rules=decoding.rules(strategy.rules),
-        zero=sl.Zero(1, small=0),
+        zero=0,
         accumulate=1,
         offload=None,
         remat="none",

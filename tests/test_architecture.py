@@ -15,7 +15,7 @@ PACKAGE = ROOT / "shardlib"
 # Folders and files, the lowest first. Each may import those before it, and nothing after: a total
 # order, so there are no cycles. A folder comes after its files.
 LAYERS = [
-    ("", "_text _notebook _tree _lock"),
+    ("", "_text _progress _notebook _tree _lock"),
     ("checks", "_arguments _arrays"),
     (
         "machine",
@@ -31,7 +31,7 @@ LAYERS = [
         "data",
         "_packages _checks _blocks _alphabet _tokenizer _chat _corpus _documents _files _tokens _seals",
     ),
-    ("data", "_progress _claim _build _store _sequences"),
+    ("data", "_claim _build _store _sequences"),
     ("layouts", "_specs _rules"),
     ("", "rules"),
     (
@@ -99,7 +99,7 @@ LAYERS = [
     ),
     (
         "step",
-        "_error_forms _saved_workers _saved_errors _describe _varying _examples _example_rules _example_moves _coupled",
+        "_error_forms _saved_workers _saved_errors _saved_model _describe _varying _examples _example_rules _example_moves _coupled",
     ),
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),
     (

@@ -558,7 +558,7 @@ def test_token_cache_description_lists_files_left_out(tmp_path):
 
 
 def test_token_cache_build_shows_its_progress(tmp_path, lines, monkeypatch, capsys):
-    monkeypatch.setattr("shardlib.data._progress._QUIET_SECONDS", 0)
+    monkeypatch.setattr("shardlib._progress._QUIET_SECONDS", 0)
     prepare(Corpus(lines), tmp_path / "cache")
     assert capsys.readouterr().err.startswith("shardlib.data: reading lines.jsonl (")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

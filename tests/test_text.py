@@ -13,8 +13,8 @@ from flax import nnx
 
 import shardlib as sl
 from models import gpt
+from shardlib import _progress
 from shardlib._text import shortened, table, terminal_width, wrapped
-from shardlib.data import _progress
 
 CONFIG = gpt.tiny(layers=2, width=64, heads=4, context=32, vocab=256)
 WIDTHS = [80, 60]
@@ -87,7 +87,7 @@ def test_progress_bar_stays_within_its_line(monkeypatch, columns):
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     monkeypatch.setenv("COLUMNS", str(columns))
-    bar = _progress.Progress("reading 1,234 files of a corpus with a long name", 1 << 40)
+    bar = _progress.Progress("data", "reading 1,234 files of a corpus with a long name", 1 << 40)
     bar.at(1 << 30), bar.at(1 << 36)
     lines = terminal.getvalue().split("\r\x1b[K")[1:]
     assert len(lines) == 2 and all(0 < len(line) < columns for line in lines)

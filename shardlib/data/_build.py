@@ -23,13 +23,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from shardlib._progress import Progress, log
 from shardlib._text import human_bytes
 from shardlib.data._blocks import BLOCK_BYTES, Digests
 from shardlib.data._chat import Chat, Document, Encoded, encode_documents
 from shardlib.data._corpus import Corpus, Reading, Source
 from shardlib.data._documents import read_documents
 from shardlib.data._files import left_out
-from shardlib.data._progress import Progress, log
 from shardlib.data._seals import PARTS, SUMS, sealed_names, sha256sum
 from shardlib.data._tokenizer import (
     Bytes,
@@ -78,7 +78,7 @@ def build(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> None:
             raise _disk_is_full(error, folder, builder.dtype) from error
         raise
     for skipped in builder.reading.skipped.values():
-        log(str(skipped))
+        log("data", str(skipped))
 
 
 def _disk_is_full(error: OSError, folder: Path, dtype: str) -> OSError:
@@ -201,15 +201,10 @@ class _Builder:
         _write_text(self.folder / SUMS, "".join(sums))
 
 
-@contextlib.contextmanager
-def _progress(doing: str, sources: tuple[Source, ...]) -> Iterator[Progress]:
-    """A bar for work on all files, which is taken away at the end."""
+def _progress(doing: str, sources: tuple[Source, ...]) -> Progress:
+    """What shows work on all files."""
     total = sum(source.size for source in sources)
-    progress = Progress(f"{doing} {describe_files(sources)}", total)
-    try:
-        yield progress
-    finally:
-        progress.close()
+    return Progress("data", f"{doing} {describe_files(sources)}", total)
 
 
 def _learn(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> dict[str, int]:
@@ -222,12 +217,8 @@ def _learn(corpus: Corpus, sources: tuple[Source, ...], folder: Path) -> dict[st
         return {}
     sample = _sample(corpus, sources)
     total = sum(map(len, sample))
-    progress = Progress(f"learning {size:,} tokens", total)
-
-    try:
+    with Progress("data", f"learning {size:,} tokens", total) as progress:
         learned = learn_tokenizer(size, _texts(sample, progress), corpus.end).to_str(pretty=True)
-    finally:
-        progress.close()
     _write_text(folder / "tokenizer.json", learned)
     return {"learned_documents": len(sample), "learned_bytes": total}
 

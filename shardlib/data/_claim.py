@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardlib._lock import POLL_SECONDS, Other, hold
-from shardlib.data._progress import log
+from shardlib._progress import log
 
 # So long without a beat: a file server may be slow, and a builder may be in one long call.
 _DEAD_SECONDS = 60.0
@@ -55,13 +55,13 @@ def _wait(lock: Path, what: str) -> None:
             return
         if condition in ("dead", "stalled"):
             if other.take_away():
-                log(f"{other.name}, which held {lock}, {_WHY[condition]}; taking over")
+                log("data", f"{other.name}, which held {lock}, {_WHY[condition]}; taking over")
                 _discard(lock, other.nonce)
             return
         # Most work is done in a moment, and not worth a word.
         if not announced and time.monotonic() - start > 1:
             announced = True
-            log(f"waiting for {other.name}, which is {what}")
+            log("data", f"waiting for {other.name}, which is {what}")
         time.sleep(POLL_SECONDS)
 
 

@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from shardlib._progress import log
 from shardlib.data._blocks import BLOCK_BYTES, SUSPECT, CheckedArray
 from shardlib.data._build import VERSION, build, describe_files
 from shardlib.data._checks import expanded, path_text, shown
 from shardlib.data._claim import claim
 from shardlib.data._corpus import Corpus, Skipped, Source
 from shardlib.data._files import find_files
-from shardlib.data._progress import log
 from shardlib.data._seals import PARTS, is_plain_file, unsealed
 from shardlib.data._tokenizer import read_tokenizer, tokenizer_file
 from shardlib.data._tokens import Prepared, Tokens
@@ -69,7 +69,7 @@ def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prep
             return opened
         if opened and opened != damage:
             damage = opened
-            log(f"{folder} is damaged, {damage}; it is made anew")
+            log("data", f"{folder} is damaged, {damage}; it is made anew")
         # Next to the store and not in it, since the store is renamed into place as a whole.
         lock = folder.with_suffix(".lock")
         with contextlib.suppress(FileNotFoundError):
@@ -98,7 +98,7 @@ def _make(corpus: Corpus, sources: tuple[Source, ...], scratch: Path, folder: Pa
     except FileNotFoundError:
         if scratch.exists():
             raise
-        log(f"{folder} is being made by another, which took this process for dead")
+        log("data", f"{folder} is being made by another, which took this process for dead")
 
 
 def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:

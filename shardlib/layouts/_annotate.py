@@ -431,13 +431,13 @@ def _mesh_outside_traces() -> Mesh | None:
         return None
 
 
-def warn(remarks: tuple[str, ...]) -> None:
+def warn(remarks: tuple[str, ...], depth: int = 1) -> None:
     """Warn of what policies did, once per place that asked for it.
 
-    The warning points at what called the function that calls this one.
+    The warning points at the caller of the public function, which is `depth` calls above this one.
     """
     for remark in remarks:
-        warnings.warn(remark, ShardingWarning, stacklevel=3)
+        warnings.warn(remark, ShardingWarning, stacklevel=depth + 2)
 
 
 def _constrained(spec: PartitionSpec) -> PartitionSpec:

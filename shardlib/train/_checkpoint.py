@@ -24,7 +24,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -264,14 +264,40 @@ class Checkpoints:
         these fit.
         """
         check.kind("restore", "like", like, State, "the `State` that `sl.init` makes")
-        check.whole("restore", "step", step, "the step of a checkpoint", least=0, optional=True)
         release = check.boolean("restore", "release", release)
+        return self._newest_good(
+            "restore", step, lambda candidate: self._reader.read(candidate, like, release)
+        )
+
+    def restore_model(self, like: State, *, step: int | None = None) -> Restored:
+        """Read the model alone: parameters, statistics and random streams, of any optimizer.
+
+        The step, the optimizer's state and all else stay as `like` has them, which is a state of
+        the same model under any optimizer and strategy. It is for a run that goes on with what
+        another one has learned, and for what only computes with it: of an abstract `like`, the
+        property `model` of the result can be used, and the step and the optimizer's state are still
+        abstract. Which parameters are frozen may differ. Where the checkpoint has workers that
+        train apart, what is read is their mean. Damage is met as by `restore`.
+        """
+        check.kind("restore_model", "like", like, State, "the `State` that `sl.init` makes")
+        return self._newest_good(
+            "restore_model", step, lambda candidate: self._reader.read_model(candidate, like)
+        )
+
+    def _newest_good(
+        self, method: str, step: int | None, read: Callable[[int], Restored]
+    ) -> Restored:
+        """What `read` makes of the newest checkpoint that is not damaged, or of that of a step.
+
+        `method` is the one that was called, for messages.
+        """
+        check.whole(method, "step", step, "the step of a checkpoint", least=0, optional=True)
         candidates = self._steps_to_read(step)
         failures = []
         # The newest first.
         for candidate in reversed(candidates):
             try:
-                restored = self._reader.read(candidate, like, release)
+                restored = read(candidate)
             except UnreadableError as error:
                 failures.append(f"step {candidate}: {error}")
                 if step is None:
@@ -280,7 +306,8 @@ class Checkpoints:
                             f"The checkpoint of step {candidate} in {self.folder} cannot be used: "
                             f"{error}. The one before it is tried; if that is good, this one is "
                             f"put aside as `unreadable-{candidate}`.",
-                        )
+                        ),
+                        depth=2,
                     )
                 continue
             # Only now that another is known to be good: else nothing is renamed.

@@ -22,6 +22,7 @@ import jax
 
 from shardlib._tree import named_leaves
 from shardlib.step._saved_errors import from_saved, saved_like
+from shardlib.step._saved_model import model_alone, of_model, with_model
 from shardlib.step._state import State
 from shardlib.train._checkpoint_failures import (
     MISSING,
@@ -104,7 +105,25 @@ class CheckpointReader:
         that devices need not hold two states. Raises an `UnreadableError` for a damaged checkpoint.
         """
         content = in_every_process(lambda: self.content(step))
-        described = content["leaves"]
+        state = self._read_state(step, like, content["leaves"], release)
+        self._check_step(step, int(state.step))
+        return _restored(state, step, content)
+
+    def read_model(self, step: int, like: State) -> Restored:
+        """Read only what belongs to the model, and verify it; all else stays as `like` has it.
+
+        Raises an `UnreadableError` for a damaged checkpoint.
+        """
+        content = in_every_process(lambda: self.content(step))
+        described = of_model(content["leaves"])
+        alone = model_alone(like, described)
+        model = self._read_state(step, alone, described, release=False)
+        return _restored(with_model(like, model), step, content)
+
+    def _read_state(
+        self, step: int, like: State, described: Mapping[str, Any], release: bool
+    ) -> State:
+        """The arrays of a checkpoint that are `described`, in the layout of `like`."""
         stored_state, wanted = self._layout_to_read(step, like, described)
         abstract_like = jax.tree.map(_abstract, like)
         if release:
@@ -118,9 +137,7 @@ class CheckpointReader:
             leaves.append(as_leaf(leaf, wanted[path], arrays_read.get(path)))
         state = jax.tree.unflatten(jax.tree.structure(stored_state), leaves)
         # Layers in the order of this strategy, and errors for as many workers as there are now.
-        state = from_saved(state, abstract_like)
-        self._check_step(step, int(state.step))
-        return Restored(state, step, of_this_process(content["processes"], step), content["about"])
+        return from_saved(state, abstract_like)
 
     def _layout_to_read(
         self, step: int, like: State, described: Mapping[str, Any]
@@ -155,7 +172,9 @@ class CheckpointReader:
         try:
             tree = handler.restore(
                 self.folder / str(step) / "state",
-                args=ocp.args.PyTreeRestore(restore_args=nested(arguments)),
+                args=ocp.args.PyTreeRestore(
+                    item=nested(to_read), restore_args=nested(arguments), partial_restore=True
+                ),
             )
         except Exception as error:  # of whatever kind
             hindrance = find_hindrance(self.folder / str(step), error)
@@ -190,6 +209,11 @@ class CheckpointReader:
             "That need not be damage, so nothing was changed. Let this process read it, or move "
             "the checkpoint elsewhere for the one before it to be used."
         )
+
+
+def _restored(state: State, step: int, content: Mapping[str, Any]) -> Restored:
+    """What was read, with what the checkpoint's description says besides."""
+    return Restored(state, step, of_this_process(content["processes"], step), content["about"])
 
 
 def _abstract(array: Any) -> jax.ShapeDtypeStruct:

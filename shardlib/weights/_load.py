@@ -1,8 +1,10 @@
 """From files to parameters: a tensor at a time, and each device what it is to have of it."""
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from shardlib._progress import Progress
 from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
@@ -32,6 +35,7 @@ def load(
     table: Table,
     *,
     keep: tuple[str, ...] = (),
+    release: bool = False,
 ) -> Loaded:
     """Parameters from files, with the shapes, the dtypes and the shardings of others.
 
@@ -45,6 +49,9 @@ def load(
         table: which tensors make up which parameters.
         keep: patterns that match the whole path of parameters which stay as they are: a new head,
             or the factors of LoRA, `(lora.PARAMETERS,)`. The table has no rules for them.
+        release: whether the parameters of `like` are deleted from their devices, once it is seen
+            that the files fit, so that these need not hold them twice. `like` cannot be used after
+            it.
 
     >>> import tempfile, shardlib as sl
     >>> folder, tree = tempfile.mkdtemp(), {"kernel": jnp.arange(6.0).reshape(2, 3)}
@@ -54,25 +61,45 @@ def load(
     [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     """
     files = source if isinstance(source, TensorFiles) else open_tensors(source)
+    release = check.boolean(OP, "release", release)
+    parameters = like
     if isinstance(like, State):
         # What is kept is taken in the order in which the model has its layers.
         parameters = like.weights if keep else combine(like.params, like.frozen)
-        loaded = load(files, parameters, table, keep=keep)
-        state: Any = like.with_weights(loaded)
-        return state
-    leaves = _without_kept(dict(named_leaves(like)), keep)
+    leaves = _without_kept(dict(named_leaves(parameters)), keep)
     rules = rules_by_path(OP, table, leaves)
     for path, leaf in leaves.items():
         _check_leaf(path, leaf)
     _check_tensors(files, table, rules, leaves)
+    if release:
+        _release(like.params if isinstance(like, State) else like, leaves)
+        _release(like.frozen if isinstance(like, State) else (), leaves)
+        # These are others, where layers were put into another order.
+        _release(parameters, leaves)
+    total = sum(_bytes(leaf) for leaf in leaves.values())
+    is_first = jax.process_index() == 0
+    with Progress("weights", f"reading {files.name}", total, is_shown=is_first) as progress:
 
-    def loaded_leaf(path: str, leaf: Any) -> jax.Array:
-        if path not in leaves:
-            return leaf
-        sizes = table.sizes_of(rules[path], leaf.shape)
-        return _Parameter(files, rules[path], sizes, leaf).loaded()
+        def loaded_leaf(path: str, leaf: Any) -> jax.Array:
+            if path not in leaves:
+                return leaf
+            sizes = table.sizes_of(rules[path], leaf.shape)
+            return _Parameter(files, rules[path], sizes, leaf, progress).loaded()
 
-    return map_named(loaded_leaf, like)
+        loaded: Any = map_named(loaded_leaf, parameters)
+    return like.with_weights(loaded) if isinstance(like, State) else loaded
+
+
+def _release(tree: Any, leaves: Mapping[str, Any]) -> None:
+    """Delete the arrays of a tree from their devices, those whose paths are among the leaves."""
+    for path, leaf in named_leaves(tree):
+        if path in leaves and isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.delete()
+
+
+def _bytes(leaf: Any) -> int:
+    """How much a parameter takes."""
+    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
 def _without_kept(leaves: Mapping[str, Any], keep: tuple[str, ...]) -> dict[str, Any]:
@@ -140,6 +167,7 @@ def _sizes_text(rule: Rule, sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{dim}={in_tensor[dim]}" for dim in dims)
 
 
+@dataclass(frozen=True)
 class _Parameter:
     """One parameter, as it is read.
 
@@ -147,10 +175,14 @@ class _Parameter:
     - `rule`: which these are.
     - `sizes`: of the dims of the tensors.
     - `leaf`: has the shape, the dtype and the sharding.
+    - `progress`: is told what has been read.
     """
 
-    def __init__(self, files: TensorFiles, rule: Rule, sizes: Mapping[str, int], leaf: Any) -> None:
-        self.files, self.rule, self.sizes, self.leaf = files, rule, sizes, leaf
+    files: TensorFiles
+    rule: Rule
+    sizes: Mapping[str, int]
+    leaf: Any
+    progress: Progress
 
     def loaded(self) -> jax.Array:
         """The parameter on its devices."""
@@ -160,7 +192,11 @@ class _Parameter:
         # What is kept in the memory of the host is put together in that of the devices.
         (device, *_) = at_rest.addressable_devices
         sharding = at_rest.with_memory_kind(device.default_memory().kind)
-        made = self._stacked(sharding) if self.rule.counters else self._spread((), sharding)
+        if self.rule.counters:
+            made = self._stacked(sharding)
+        else:
+            made = self._spread((), sharding)
+            self.progress.advance(_bytes(self.leaf))
         return jax.device_put(made, at_rest)
 
     def _stacked(self, sharding: Any) -> jax.Array:
@@ -168,12 +204,14 @@ class _Parameter:
         of_tensor, new_dims = self._without_counters(sharding)
         stack = _zeros(self.leaf.shape, self.leaf.dtype, sharding)()
         put = _putting(sharding, new_dims)
-        for place in self.rule.places(self.sizes):
+        places = list(self.rule.places(self.sizes))
+        for place in places:
             at = dict(zip(self.rule.counters, place, strict=True))
             starts = tuple(at.get(dim, 0) for dim in self.rule.dims)
             stack = put(stack, self._spread(place, of_tensor), starts)
             # The next tensor is read when this one is no longer needed.
             jax.block_until_ready(stack)
+            self.progress.advance(_bytes(self.leaf) // len(places))
         return stack
 
     def _without_counters(self, sharding: Any) -> tuple[Any, tuple[int, ...]]:

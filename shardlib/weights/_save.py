@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shardlib._progress import Progress
 from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
@@ -86,8 +87,10 @@ def save(
         names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in numbers]
     unfinished = [folder / (name + _UNFINISHED) for name in names]
     try:
-        for file, group in zip(unfinished, groups, strict=True):
-            _write(file, group, leaves, table)
+        total = sum(tensor.size for tensor in tensors)
+        with Progress("weights", f"writing {folder.name}", total) as progress:
+            for file, group in zip(unfinished, groups, strict=True):
+                _write(file, group, leaves, table, progress)
     except BaseException:
         for file in unfinished:
             file.unlink(missing_ok=True)
@@ -172,7 +175,13 @@ def _by_file(tensors: Iterable[_Tensor], most: int) -> list[list[_Tensor]]:
     return groups
 
 
-def _write(file: Path, tensors: list[_Tensor], leaves: Mapping[str, Any], table: Table) -> None:
+def _write(
+    file: Path,
+    tensors: list[_Tensor],
+    leaves: Mapping[str, Any],
+    table: Table,
+    progress: Progress,
+) -> None:
     """Write a file of some tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -191,6 +200,7 @@ def _write(file: Path, tensors: list[_Tensor], leaves: Mapping[str, Any], table:
         opened.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
             opened.write(_numbers(tensor, leaves, table).tobytes())
+            progress.advance(tensor.size)
 
 
 def _numbers(tensor: _Tensor, leaves: Mapping[str, Any], table: Table) -> np.ndarray:

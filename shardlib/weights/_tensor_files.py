@@ -71,6 +71,17 @@ class TensorFiles:
     tensors: dict[str, Tensor]
     contents: dict[Path, np.ndarray]
 
+    @property
+    def name(self) -> str:
+        """What to call the files where people read it: by their folder, or the file if it is one.
+
+        A model's file has the same name in every folder.
+        """
+        files = list(self.contents)
+        if len(files) == 1 and files[0].name != SINGLE:
+            return files[0].name
+        return files[0].resolve().parent.name if files else "no files"
+
     def read(self, name: str) -> np.ndarray:
         """A tensor, as a view of its file."""
         tensor = self.tensors[name]

@@ -5,6 +5,7 @@ Work that is done within two seconds says nothing.
 
 import sys
 import time
+from types import TracebackType
 
 from shardlib._text import CLEAR_LINE, bar, human_bytes, shortened, terminal_width
 
@@ -18,42 +19,63 @@ _FRAME_SECONDS = 0.1
 _WIDTH, _NARROWEST = 24, 4
 
 
-def log(text: str) -> None:
-    """One line for people, on the standard error."""
-    sys.stderr.write(f"shardlib.data: {text}\n")
+def log(package: str, text: str) -> None:
+    """One line for people, on the standard error, from one of the packages of shardlib."""
+    sys.stderr.write(f"shardlib.{package}: {text}\n")
     sys.stderr.flush()
 
 
 class Progress:
-    """How far work on a known number of bytes has come."""
+    """How far work on a known number of bytes has come; the bar is gone after the `with` block.
 
-    def __init__(self, what: str, total_bytes: int) -> None:
-        self.what, self.total_bytes = what, total_bytes
+    Args:
+        package: of shardlib, that does the work.
+        what: it does.
+        total_bytes: of all work.
+        is_shown: whether anything is; of several processes at the same work, one shows it.
+    """
+
+    def __init__(self, package: str, what: str, total_bytes: int, *, is_shown: bool = True) -> None:
+        self.package, self.what, self.total_bytes = package, what, total_bytes
+        self.is_shown = is_shown
+        self.done_bytes = 0
         self.start = time.monotonic()
         self.next = self.start + _QUIET_SECONDS
         self.is_terminal = sys.stderr.isatty()
         self.drawn = False
 
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.drawn:
+            sys.stderr.write(CLEAR_LINE)
+            sys.stderr.flush()
+
+    def advance(self, more_bytes: int) -> None:
+        """Show that so many more bytes are done, unless something was shown a moment ago."""
+        self.at(self.done_bytes + more_bytes)
+
     def at(self, done_bytes: int) -> None:
         """Show that so many bytes are done, unless something was shown a moment ago."""
+        self.done_bytes = done_bytes
         now = time.monotonic()
-        if now < self.next:
+        if now < self.next or not self.is_shown:
             return
         text = progress_line(self.what, done_bytes, self.total_bytes, now - self.start)
         if not self.is_terminal:
             self.next = now + _LINE_SECONDS
-            log(text)
+            log(self.package, text)
             return
         self.next = now + _FRAME_SECONDS
         sys.stderr.write(CLEAR_LINE + _line(done_bytes, self.total_bytes, text))
         sys.stderr.flush()
         self.drawn = True
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self.drawn:
-            sys.stderr.write(CLEAR_LINE)
-            sys.stderr.flush()
 
 
 def _line(done: float, total: float, text: str) -> str:
