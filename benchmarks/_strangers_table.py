@@ -505,7 +505,8 @@ CALLS: tuple[Call, ...] = (
           file_size="'5GB'", also={"at1": ("any",), "dtype": ("none", "class")}, slow=True),
     _call("sl.weights.open_tensors", "files[0]", also={"at0": ("text",)}),
     _call("sl.weights.load", "files[0]", "{'w': ones(2, 3)}", "names",
-          keep="()", also={"at0": ("text",), "at1": ("any",)}, slow=True),
+          keep="()", release="False", also={"at0": ("text",), "at1": ("any",)}, slow=True),
+    _call("sl.weights.local_folder", "'runs/tiny'", also={"at0": ("text",)}),
     # Testing
     _call("sl.testing.mesh_shapes", "('data', 'model')", devices="8", also={"at0": ("list",),
     "devices": _OPTIONAL}),

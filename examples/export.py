@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shardlib as sl
 from examples.run import Run, recorded
-from examples.start import restored, to_read, tokenizer_of
+from examples.start import folder_of, restored, to_read, tokenizer_of
 from models import hub
 from shardlib.data import load_tokenizer
 
@@ -47,12 +47,12 @@ def main(arguments: list[str]) -> None:
     try:
         hub.description(run.model)  # what transformers cannot read is refused before all else
         table = hub.table(run.model)
-        model, step = restored(source, to_read(run, asked.mesh), asked.step)
+        model, step = restored(asked.run, to_read(run, asked.mesh), asked.step)
         files = sl.weights.save(folder, model, table, dtype=asked.dtype)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
     names = [file.name for file in files]
-    names += [name for name in _write_beside(source, run, folder) if name not in names]
+    names += [name for name in _write_beside(asked.run, run, folder) if name not in names]
     print(f"Step {step} of {source}, in {folder}:")
     for name in dict.fromkeys(names):
         print(f"  {name}")
@@ -75,7 +75,7 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _write_beside(source: Path, run: Run, folder: Path) -> list[str]:
+def _write_beside(source: str, run: Run, folder: Path) -> list[str]:
     """Write a configuration and the tokenizer: those of the published model, or the run's own.
 
     What ends a text is what the run has learned to end its own with.
@@ -108,9 +108,9 @@ def _write_changed_config(run: Run, published: Path, folder: Path) -> None:
 
 def _published(run: Run) -> Path | None:
     """The folder of the published model that a run began with, perhaps by way of other runs."""
-    start = Path(run.start).expanduser()
     if not run.start:
         return None
+    start = folder_of(run.start)
     if (start / "run.json").exists():
         return _published(recorded(start / "run.json"))
     return start

@@ -7,8 +7,9 @@
     # Plain text, and all parameters; the fields of a run are those of `train_lm.py`:
     python examples/finetune.py Qwen3-0.6B "*.txt" --lora.rank 0 --optimizer.learning_rate 1e-5
 
-The first is a folder: with a `config.json`, safetensors and a `tokenizer.json`, or of a run. The
-same command continues a run that was stopped. `generate.py` reads what was learned, and `export.py`
+The first is a folder: with a `config.json`, safetensors and a `tokenizer.json`, or of a run; or a
+model of the Hugging Face hub, `hf:Qwen/Qwen3-0.6B`, which is downloaded. The same command continues
+a run that was stopped. `generate.py` reads what was learned, and `export.py`
 gives it to others.
 """
 
@@ -21,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shardlib as sl
 from examples.run import AdamW, LoRA, Run, override, recorded, show_help
-from examples.start import tokenizer_of
+from examples.start import folder_of, name_of, published_model, published_texts, tokenizer_of
 from examples.train_lm import interrupted, train
-from models import hub
 from shardlib.data import Corpus
 
 CONTEXT = 2048  # at most, unless `--model.context` says otherwise: long ones take much memory
@@ -48,19 +48,14 @@ def main(arguments: list[str]) -> None:
 
 def tuned(start: str, files: str) -> Run:
     """The run that fine-tunes the model in a folder on some files."""
-    folder = Path(start).expanduser()
-    name = f"{folder.resolve().name}-tuned"
+    folder = folder_of(start)
     if (folder / "run.json").exists():
         before = recorded(folder / "run.json")
         model, strategy, cache = before.model, before.strategy, before.cache
-        data = Corpus(
-            files,
-            tokenizer=tokenizer_of(folder),
-            end=before.data.end,
-            begin=before.data.begin,
-        )
+        tokenizer = tokenizer_of(start)
+        data = Corpus(files, tokenizer=tokenizer, end=before.data.end, begin=before.data.begin)
     elif (folder / "config.json").exists():
-        model, data = _published(folder, files)
+        model, data = published_model(folder, CONTEXT), published_texts(folder, files)
         strategy, cache = sl.Strategy(mesh="data=-1", rules=sl.rules.data, zero=3), ""
     else:
         raise SystemExit(
@@ -68,7 +63,7 @@ def tuned(start: str, files: str) -> Run:
             "models have, nor a `run.json`, as runs of `train_lm.py` have."
         )
     return Run(
-        name=name,
+        name=f"{name_of(start)}-tuned",
         model=model,
         data=data,
         batch=8,
@@ -79,27 +74,6 @@ def tuned(start: str, files: str) -> Run:
         start=start,
         lora=LoRA(rank=16),
     )
-
-
-def _published(folder: Path, files: str) -> tuple[hub.gpt.GPTConfig, Corpus]:
-    """The configuration of a published model, and what it is to read, by its own tokenizer."""
-    try:
-        model = hub.config(folder)
-        if model.positions == "rotary" and model.context > CONTEXT:
-            model = hub.config(folder, context=CONTEXT)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    tokenizer = folder / "tokenizer.json"
-    if not tokenizer.exists():
-        raise SystemExit(
-            f"`{folder}` has no `tokenizer.json`, by which the model reads. Take it from where the "
-            "model was published."
-        )
-    try:
-        begin, end = hub.begin_token(folder), hub.end_token(folder)
-        return model, Corpus(files, tokenizer=str(tokenizer), end=end, begin=begin)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Text from a model that `train_lm.py` has trained, on any mesh.
+"""Text from a model that was trained here, or that is published, on any mesh.
 
     # The last checkpoint of a run goes on with a prompt, or with several at once:
     python examples/generate.py runs/tiny --prompt "def "
     python examples/generate.py runs/tiny --prompt "def " --prompt "class " --temperature 0
+
+    # A published model, by its folder or from the Hugging Face hub, answers:
+    python examples/generate.py hf:Qwen/Qwen3-0.6B --chat chatml --prompt "What is a mesh?"
 
     # On another mesh than that of the run, by its rules or by others:
     python examples/generate.py runs/tiny --mesh data=2,model=4 --rules "data|tensor"
@@ -11,6 +14,7 @@ The texts go to the standard output, and how long they took to the standard erro
 """
 
 import argparse
+import dataclasses
 import difflib
 import functools
 import math
@@ -28,8 +32,8 @@ from jax.experimental import multihost_utils
 
 import shardlib as sl
 import shardlib.data
-from examples.run import Run, recorded
-from examples.start import restored, to_read, tokenizer_of
+from examples.run import Run
+from examples.start import described, folder_of, restored, to_read, tokenizer_of
 from models import decoding, gpt, sampling
 
 SEPARATOR = "\n" + "-" * 20 + "\n"  # between the texts of several prompts
@@ -39,22 +43,22 @@ def main(arguments: list[str]) -> None:
     """Texts from the command line's prompts."""
     asked = _parsed(arguments)
     sl.initialize_distributed()
-    folder = Path(asked.folder).expanduser()
-    run = _run_of(folder)
+    folder = folder_of(asked.folder)
+    run = _run_of(asked, folder)
     programs = shardlib.data.cache_folder(run.cache or None) / "programs"
     jax.config.update("jax_compilation_cache_dir", str(programs))
     try:
         chosen = sampling.Sampling(asked.temperature, asked.top_k, asked.top_p)
         strategy = to_read(run, asked.mesh, asked.rules)
-        with sl.Checkpoints(folder / "checkpoints") as checkpoints:
-            _check_step(checkpoints, asked.step)
-            tokenizer = _tokenizer(run, folder)
-            prompts = _encoded(tokenizer, asked.prompt or [run.prompt], run)
-            tokens = _room(prompts, asked.tokens, run.model)
-        model, step = restored(folder, strategy, asked.step)
+        if (folder / "checkpoints").exists() or (folder / "run.json").exists():
+            _check_step(folder / "checkpoints", asked.step)
+        tokenizer = _tokenizer(run, asked.folder)
+        prompts = _encoded(tokenizer, asked.prompt or [run.prompt], run)
+        tokens = _room(prompts, asked.tokens, run.model)
+        model, step = restored(asked.folder, strategy, asked.step)
         end = run.end(tokenizer)
         written, seconds = _written(model, strategy, prompts, tokens, end, chosen, asked)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
     if jax.process_index():
         return
@@ -68,7 +72,7 @@ def main(arguments: list[str]) -> None:
     print(SEPARATOR.join(texts))
     made = len(prompts) * tokens
     sys.stderr.write(
-        f"\n{len(prompts)} x {tokens} tokens of step {step} in {seconds:.2f} s, "
+        f"\n{len(prompts)} x {tokens} tokens {_step_text(step)}in {seconds:.2f} s, "
         f"{made / seconds:.0f} tokens/s, on {_mesh_text(strategy)}\n"
     )
 
@@ -79,8 +83,9 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("folder", help="of a run of `train_lm.py`, such as `runs/tiny`")
+    add("folder", help="of a run, such as `runs/tiny`, or of a published model, or `hf:NAME/MODEL`")
     add("--prompt", action="append", help="what a text begins with; may be given several times")
+    add("--chat", help="the format of conversations that a published model has learned: `llama3`")
     add("--tokens", type=int, help="how many more of each text; by default 200, if they fit")
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest token each time")
     add("--top-k", type=int, help="draw from so many of the likeliest tokens")
@@ -93,32 +98,43 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _run_of(folder: Path) -> Run:
-    """The run whose folder this is."""
-    if not (folder / "run.json").exists():
+def _run_of(asked: argparse.Namespace, folder: Path) -> Run:
+    """The run whose folder this is, or that a published model could begin with."""
+    is_run = (folder / "run.json").exists()
+    if is_run and asked.chat is not None:
+        raise SystemExit("`--chat` is for published models: a run has its own `data.chat`.")
+    if not is_run and not (folder / "config.json").exists():
         others = [one.parent.name for one in folder.parent.glob("*/run.json")]
         near = difflib.get_close_matches(folder.name, others, 1)
         meant = f"; did you mean `{folder.parent / near[0]}`?" if near else "."
         raise SystemExit(
-            f"`{folder}` is no folder of a run of `train_lm.py`: it has no `run.json`{meant}"
+            f"`{folder}` is no folder of a run of `train_lm.py`: it has no `run.json`{meant} Nor "
+            "has it the `config.json` of a published model."
         )
-    return recorded(folder / "run.json")
+    run = described(asked.folder)
+    if asked.chat is None:
+        return run
+    try:
+        return dataclasses.replace(run, data=dataclasses.replace(run.data, chat=asked.chat))
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
-def _check_step(checkpoints: sl.Checkpoints, step: int | None) -> None:
+def _check_step(folder: Path, step: int | None) -> None:
     """Refuse a step of which there is no checkpoint, and a run that has none."""
-    steps = checkpoints.steps()
+    with sl.Checkpoints(folder) as checkpoints:
+        steps = checkpoints.steps()
     if not steps or (step is not None and step not in steps):
         wanted = "" if step is None else f" of step {step}"
         raise SystemExit(
-            f"There is no checkpoint{wanted} in {checkpoints.folder}; there are: "
+            f"There is no checkpoint{wanted} in {folder}; there are: "
             f"{', '.join(map(str, steps)) or 'none yet'}."
         )
 
 
-def _tokenizer(run: Run, folder: Path) -> shardlib.data.Tokenizer:
+def _tokenizer(run: Run, source: str) -> shardlib.data.Tokenizer:
     """The tokenizer that the model has learned with."""
-    return shardlib.data.load_tokenizer(tokenizer_of(folder), run.data.end, run.data.unknown)
+    return shardlib.data.load_tokenizer(tokenizer_of(source), run.data.end, run.data.unknown)
 
 
 def _encoded(tokenizer: shardlib.data.Tokenizer, prompts: list[str], run: Run) -> list[list[int]]:
@@ -172,6 +188,11 @@ def _written(
         written = program(model, tokens_BS, key=key, padding_B=padding)
         whole = multihost_utils.process_allgather(written, tiled=True)
     return np.asarray(whole), time.time() - started
+
+
+def _step_text(step: int | None) -> str:
+    """The step of a checkpoint, which a published model has not."""
+    return "" if step is None else f"of step {step} "
 
 
 def _mesh_text(strategy: sl.Strategy) -> str:

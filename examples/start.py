@@ -1,56 +1,123 @@
-"""The weights that a run begins with: those of a published model, or of another run."""
+"""Folders that have a model: of a run, of a published model, or of one that was imported."""
 
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import shardlib as sl
 from examples.run import Run, override, recorded
-from models import decoding, hub
-from shardlib.data import prepare
+from models import decoding, gpt, hub
+from shardlib.data import Corpus, prepare
+
+
+def folder_of(source: str) -> Path:
+    """The folder of a run or of a published model, which may be one of the hub, `hf:NAME/MODEL`."""
+    try:
+        return sl.weights.local_folder(source)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+
+
+def described(source: str) -> Run:
+    """The run in a folder; of a published model, a run that has not begun."""
+    folder = folder_of(source)
+    if (folder / "run.json").exists():
+        return recorded(folder / "run.json")
+    return Run(
+        name=name_of(source),
+        model=published_model(folder),
+        data=published_texts(folder, source),
+        batch=8,
+        strategy=sl.Strategy(mesh="data=-1", rules=sl.rules.data),
+        loop=sl.Loop(steps=1),
+        start=source,
+    )
+
+
+def name_of(source: str) -> str:
+    """What a folder or a model of the hub is called."""
+    if source.startswith("hf:"):
+        return source.partition("@")[0].rpartition("/")[-1]
+    return Path(source).expanduser().resolve().name
+
+
+def published_model(folder: Path, longest: int | None = None) -> gpt.GPTConfig:
+    """The configuration of a published model.
+
+    Args:
+        folder: with its files.
+        longest: the context that is enough; more takes memory.
+    """
+    try:
+        model = hub.config(folder)
+        if longest and model.positions == "rotary" and model.context > longest:
+            model = hub.config(folder, context=longest)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    return model
+
+
+def published_texts(folder: Path, files: str) -> Corpus:
+    """Texts as a published model reads them, by its own tokenizer."""
+    tokenizer = folder / "tokenizer.json"
+    if not tokenizer.exists():
+        raise SystemExit(
+            f"`{folder}` has no `tokenizer.json`, by which the model reads. Take it from where the "
+            "model was published."
+        )
+    try:
+        begin, end = hub.begin_token(folder), hub.end_token(folder)
+        return Corpus(files, tokenizer=str(tokenizer), end=end, begin=begin)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 def started(run: Run, state: sl.State) -> sl.State:
     """A new state with the weights of the folder that the run starts from.
 
-    That has the files of a published model, or is the folder of a run, of which the last checkpoint
-    is read. Factors of LoRA stay as they are.
+    That has the files of a published model, or checkpoints, of which the last is read. Factors of
+    LoRA stay as they are.
     """
-    folder = Path(run.start).expanduser()
+    folder = folder_of(run.start)
     keep = (sl.lora.PARAMETERS,) if run.lora.rank else ()
     try:
-        if (folder / "run.json").exists():
-            model, _ = restored(folder, to_read(recorded(folder / "run.json")))
+        if (folder / "checkpoints").exists():
+            model, _ = restored(run.start, to_read(described(run.start)))
             return state.with_weights(_in_place(state.weights, model, folder))
-        return sl.weights.load(folder, state, hub.table(run.model), keep=keep, release=True)
+        table = hub.table(run.model)
+        return sl.weights.load(folder, state, table, keep=keep, release=True)
     except (OSError, ValueError) as error:
         raise SystemExit(f"`--start {run.start}`: {error}") from error
 
 
-def restored(folder: Path, strategy: sl.Strategy, step: int | None = None) -> tuple[Any, int]:
-    """The model of a run's checkpoint under a strategy, and the checkpoint's step.
+def restored(source: str, strategy: sl.Strategy, step: int | None = None) -> tuple[Any, int | None]:
+    """The model in a folder under a strategy, and the step of its checkpoint.
 
-    Factors of LoRA are in their kernels.
+    A published model has no step. Factors of LoRA are in their kernels.
     """
-    run = recorded(folder / "run.json")
+    folder, run = folder_of(source), described(source)
     # Kernels are chosen where the model runs now.
     config = dataclasses.replace(run.model, attention=None, kernels="xla")
     make = dataclasses.replace(run, model=config).make_model
-    like = sl.init(make, optax.set_to_zero(), strategy, seed=run.seed, abstract=True)
+    if not (folder / "checkpoints").exists():
+        if step is not None:
+            raise ValueError(f"`{source}` has no checkpoints, and so none of step {step}.")
+        state = sl.init(make, None, strategy, seed=run.seed)
+        return sl.weights.load(folder, state, hub.table(config), release=True).model, None
+    like = sl.init(make, None, strategy, seed=run.seed, abstract=True)
     with sl.Checkpoints(folder / "checkpoints") as checkpoints:
         found = checkpoints.restore_model(like, step=step)
     model = found.state.model
     return (sl.lora.merged(model) if run.lora.rank else model), found.step
 
 
-def tokenizer_of(folder: Path) -> str:
+def tokenizer_of(source: str) -> str:
     """The tokenizer of a run; one that it has learned is a file beside its tokens."""
-    run = recorded(folder / "run.json")
+    folder, run = folder_of(source), described(source)
     if not run.data.tokenizer.startswith("bpe:"):
         return run.data.tokenizer
     prepared = prepare(run.data, run.cache or None)

@@ -9,6 +9,7 @@ that Hugging Face's transformers gives them. `sl.weights.save` writes files that
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ def model(config: gpt.GPTConfig, rngs: nnx.Rngs) -> gpt.GPT:
     if isinstance(config, moe.MoEConfig):
         return moe.MoE(config, rngs=rngs)
     return gpt.GPT(config, rngs=rngs)
+
+
+def weights(folder: str | Path) -> tuple[Callable[[], gpt.GPT], Table]:
+    """How to make the model in a folder, and the table of its tensors.
+
+    It is what `python -m shardlib weights import` asks.
+    """
+    found = config(folder)
+    return lambda: model(found, nnx.Rngs(0)), table(found)
 
 
 def table(config: gpt.GPTConfig, prefix: str | None = None) -> Table:

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "shardlib"
 # Folders and files, the lowest first. Each may import those before it, and nothing after: a total
 # order, so there are no cycles. A folder comes after its files.
 LAYERS = [
-    ("", "_text _progress _notebook _tree _lock"),
+    ("", "_text _progress _user_files _notebook _tree _lock"),
     ("checks", "_arguments _arrays"),
     (
         "machine",
@@ -117,7 +117,7 @@ LAYERS = [
     ),
     ("", "context"),
     ("lora", "_adapter _add"),
-    ("weights", "_tensor_files _table _load _save _command"),
+    ("weights", "_hub _tensor_files _table _load _save _convert _command"),
     ("", "__main__ launch"),
     ("testing", "_traces _assert _oracle _compare"),
 ]

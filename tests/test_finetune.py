@@ -19,6 +19,7 @@ from examples import export, finetune, generate
 from examples.run import override, recorded
 from models import gpt, hub, moe
 from models.layers import Scores
+from shardlib.__main__ import main
 from shardlib._tree import named_leaves
 from shardlib.data import Chat, load_tokenizer
 
@@ -127,6 +128,39 @@ def test_a_published_model_is_tuned_stopped_continued_asked_and_exported(
     generate.main([str(straight), "--prompt", "1 + 2?", "--tokens", "4"])
     answer = capsys.readouterr().out
     assert "user" not in answer and "+" not in answer.partition("\n")[0][:1]
+
+
+def test_published_and_imported_models_are_asked(tmp_path, capsys, no_cache):
+    start, imported = published(tmp_path / "small"), tmp_path / "imported"
+    assert main(["weights", "import", str(start), str(imported)]) == 0
+    capsys.readouterr()
+    answers = []
+    for folder in (start, imported):
+        asked = [str(folder), "--prompt", "1 + 2?", "--tokens", "6", "--temperature", "0"]
+        generate.main(asked)
+        answers.append(capsys.readouterr().out)
+        generate.main([*asked, "--chat", "plain"])
+        answers.append(capsys.readouterr().out)
+    assert answers[0].startswith("1 + 2?") and answers[:2] == answers[2:]
+    for folder, options, message in (
+        (start, ("--chat", "plian"), "did you mean 'plain'"),
+        (start, ("--step", "2"), "has no checkpoints, and so none of step 2"),
+        (imported, ("--step", "2"), "there are: 0"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            generate.main([str(folder), "--prompt", "1", *options])
+
+
+@pytest.mark.long
+def test_a_run_begins_with_an_imported_model(tmp_path, no_cache):
+    start, imported = published(tmp_path / "small"), tmp_path / "imported"
+    assert main(["weights", "import", str(start), str(imported)]) == 0
+    files, losses = chats(tmp_path), []
+    for folder in (start, imported):
+        tune(folder, files, tmp_path / f"{folder.name}-run", "--loop.steps", "2")
+        records = (tmp_path / f"{folder.name}-run" / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line).get("loss") for line in records])
+    assert losses[0] == losses[1] and any(losses[0])
 
 
 @pytest.mark.long

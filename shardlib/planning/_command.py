@@ -7,8 +7,6 @@ without taking the message with it. Either a whole report is printed, or one mes
 """
 
 import argparse
-import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib._text import CLEAR_LINE, listed, terminal_width
+from shardlib._user_files import load_module, split_name
 from shardlib.data._store import cache_folder
 from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
 from shardlib.planning._estimate import Estimate
@@ -115,16 +114,10 @@ def add_command(commands: Any) -> None:
 
 def _split(make_step: str) -> tuple[str, str]:
     """The file or module that is named, and what is named of it."""
-    if make_step.endswith(".py"):
-        return make_step, _RUN
-    # The last colon, since a path may have one of its own.
-    where, colon, name = make_step.rpartition(":")
-    if not colon or not where or not name.isidentifier():
-        raise ValueError(
-            f"`{make_step}` names no step and no run: write `FILE.py:NAME`, "
-            "`MODULE:NAME` or `FILE.py`."
-        )
-    return where, name
+    try:
+        return split_name(make_step, _RUN)
+    except ValueError as error:
+        raise ValueError(f"`{make_step}` names no step and no run: {error}") from error
 
 
 def _refuse(message: str) -> int:
@@ -340,15 +333,7 @@ def _types_of(result: Any) -> str:
 
 def _named(where: str, name: str) -> Any:
     """What a file or a module calls by a name: a function, or a run."""
-    # As `python -m` has it, so that modules next to the file are found.
-    sys.path.insert(0, str(Path.cwd()))
-    if where.endswith(".py"):
-        path = Path(where).resolve()
-        if not path.exists():
-            raise ValueError(f"There is no file `{where}`.")
-        module = _of_user(lambda: _load(path), f"`{where}`")
-    else:
-        module = _of_user(lambda: importlib.import_module(where), f"`{where}`")
+    module = _of_user(lambda: load_module(where), f"`{where}`")
     value = getattr(module, name, None)
     if not callable(value) and not _is_run(value):
         others = listed(_own_names(module)) or "none"
@@ -409,26 +394,6 @@ def _at(error: BaseException) -> str:
     if not line:
         return ""
     return f" at {line}"
-
-
-def _load(path: Path) -> Any:
-    """The module of a file: a part of its package if it is in one.
-
-    Otherwise it gets a name that shadows no other module.
-    """
-    root, parts = path.parent, [path.stem]
-    while (root / "__init__.py").exists():
-        root, parts = root.parent, [root.name, *parts]
-    sys.path.insert(0, str(root))
-    if len(parts) > 1:
-        return importlib.import_module(".".join(parts))
-    spec = importlib.util.spec_from_file_location(f"_planned_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Before it runs: dataclasses and pickle look their module up there.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class _Progress:

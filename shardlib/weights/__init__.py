@@ -1,5 +1,6 @@
 """Weights in safetensors files, which other frameworks write and read, by a table of names."""
 
+from shardlib.weights._hub import local_folder as local_folder
 from shardlib.weights._load import load as load
 from shardlib.weights._save import save as save
 from shardlib.weights._table import Part as Part

@@ -1,20 +1,33 @@
-"""`shardlib weights show` and `diff`: what is in files, and where two of them differ."""
+"""`shardlib weights`: what is in files, where two of them differ, and checkpoints of them."""
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from shardlib.weights._convert import CHECKPOINTS, Converted, export_weights, import_weights
+from shardlib.weights._hub import local_folder
 from shardlib.weights._tensor_files import TensorFiles, open_tensors
 
+_EXAMPLE = """\
+WHAT is FILE.py:NAME, MODULE:NAME, or FILE.py, which is FILE.py:weights. The name is that of a
+function of a folder that returns how to make its model, and the table of its tensors:
+
+    def weights(folder):
+        config = hub.config(folder)
+        return lambda: hub.model(config, nnx.Rngs(0)), hub.table(config)
+"""
+_MODELS = "models/hub.py"
 # Numbers are compared so many at a time.
 _PIECE = 2**22
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `weights` to the commands of a parser."""
-    parser = commands.add_parser("weights", help="what is in safetensors files")
+    parser = commands.add_parser("weights", help="safetensors files, and checkpoints of them")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     show = actions.add_parser("show", help="list the tensors of a file or a folder")
     show.add_argument("path", help="a safetensors file, or a folder of them")
@@ -23,12 +36,68 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     diff.add_argument("path")
     diff.add_argument("other")
     diff.set_defaults(run=_diff)
+    _add_conversions(actions)
+
+
+def _add_conversions(actions: argparse._SubParsersAction) -> None:
+    """Add `import` and `export` to the actions."""
+    options: dict[str, Any] = {
+        "epilog": _EXAMPLE,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
+    taken = actions.add_parser("import", help="make a checkpoint of a published model", **options)
+    taken.add_argument("source", help="its folder, or hf:NAME/MODEL of the Hugging Face hub")
+    taken.add_argument("folder", help="for the checkpoint, the configuration and the tokenizer")
+    taken.set_defaults(run=_import)
+    given = actions.add_parser("export", help="make safetensors of a checkpoint", **options)
+    given.add_argument("source", help=f"a folder with `{CHECKPOINTS}` and a configuration")
+    given.add_argument("folder", help="for the files")
+    given.add_argument("--dtype", help="of the tensors; by default that of the parameters")
+    given.add_argument("--step", type=int, help="of the checkpoint; by default the newest")
+    given.set_defaults(run=_export)
+    for parser in (taken, given):
+        parser.add_argument(
+            "--model", metavar="WHAT", default=_MODELS, help=f"by default {_MODELS}, in a clone"
+        )
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    """Make a checkpoint of a published model."""
+    return _converted(
+        lambda: import_weights(arguments.source, Path(arguments.folder), arguments.model)
+    )
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    """Make safetensors of a checkpoint."""
+    return _converted(
+        lambda: export_weights(
+            Path(arguments.source),
+            Path(arguments.folder),
+            arguments.model,
+            dtype=arguments.dtype,
+            step=arguments.step,
+        )
+    )
+
+
+def _converted(convert: Callable[[], Converted]) -> int:
+    """Convert weights, and say what was written; the exit code is 2 for a mistake."""
+    try:
+        converted = convert()
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(f"shardlib weights: {error}", file=sys.stderr)
+        return 2
+    print(f"{converted.numbers:,} parameters of step {converted.step}, in:")
+    for file in converted.files:
+        print(f"  {file}")
+    return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
     """List names, dtypes and shapes, and how much it is together."""
     try:
-        files = open_tensors(arguments.path)
+        files = open_tensors(local_folder(arguments.path))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -46,7 +115,10 @@ def _show(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     """Say in which tensors two models differ; the exit code is 1 if they do."""
     try:
-        one, other = open_tensors(arguments.path), open_tensors(arguments.other)
+        one, other = (
+            open_tensors(local_folder(arguments.path)),
+            open_tensors(local_folder(arguments.other)),
+        )
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -87,7 +87,8 @@ def load(
             return _Parameter(files, rules[path], sizes, leaf, progress).loaded()
 
         loaded: Any = map_named(loaded_leaf, parameters)
-    return like.with_weights(loaded) if isinstance(like, State) else loaded
+    result: Any = like.with_weights(loaded) if isinstance(like, State) else loaded
+    return result
 
 
 def _release(tree: Any, leaves: Mapping[str, Any]) -> None:

@@ -319,10 +319,12 @@ def rules_by_path(function: str, table: Table, leaves: Mapping[str, Any]) -> dic
     unknown = [path for path in leaves if path not in found]
     absent = [path for path in found if path not in leaves]
     if unknown or absent:
-        raise ValueError(
-            f"`{function}`: the table is of another model. It has no rule for "
-            f"{_some(unknown)}, and the model has no {_some(absent)}."
-        )
+        lacks = []
+        if unknown:
+            lacks.append(f"it has no rule for {_some(unknown)}")
+        if absent:
+            lacks.append(f"the model has no {_some(absent)}")
+        raise ValueError(f"`{function}`: the table is of another model: {', and '.join(lacks)}.")
     for path, leaf in leaves.items():
         if len(found[path].dims) != len(leaf.shape):
             raise ValueError(
@@ -335,7 +337,5 @@ def rules_by_path(function: str, table: Table, leaves: Mapping[str, Any]) -> dic
 
 def _some(names: list[str]) -> str:
     """The first of some names, and how many more there are."""
-    if not names:
-        return "nothing else"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(f"`{name}`" for name in names[:3]) + more

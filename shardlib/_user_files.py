@@ -1,0 +1,51 @@
+"""Files and modules of a user's, by the names that a command line has for them."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def split_name(what: str, default: str) -> tuple[str, str]:
+    """The file or module in `FILE.py:NAME`, `MODULE:NAME` or `FILE.py`, and the name in it.
+
+    A file alone is asked for the name `default`. What is none of the three is a `ValueError`.
+
+    >>> split_name("models/hub.py:weights", ""), split_name("models/hub.py", "weights")
+    (('models/hub.py', 'weights'), ('models/hub.py', 'weights'))
+    """
+    if what.endswith(".py"):
+        return what, default
+    # The last colon, since a path may have one of its own.
+    where, colon, name = what.rpartition(":")
+    if not colon or not where or not name.isidentifier():
+        raise ValueError("write `FILE.py:NAME`, `MODULE:NAME` or `FILE.py`.")
+    return where, name
+
+
+def load_module(where: str) -> Any:
+    """A module by its name, or that of a file: a part of its package if the file is in one.
+
+    Otherwise it gets a name that shadows no other module.
+    """
+    # As `python -m` has it, so that modules of the folder are found.
+    sys.path.insert(0, str(Path.cwd()))
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where).resolve()
+    if not path.exists():
+        raise ValueError(f"There is no file `{where}`.")
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").exists():
+        root, parts = root.parent, [root.name, *parts]
+    sys.path.insert(0, str(root))
+    if len(parts) > 1:
+        return importlib.import_module(".".join(parts))
+    spec = importlib.util.spec_from_file_location(f"_of_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses and pickle look their module up there.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
