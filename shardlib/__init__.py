@@ -12,6 +12,7 @@ from shardlib import planning as planning
 from shardlib import rules as rules
 from shardlib import testing as testing
 from shardlib import weights as weights
+from shardlib._version import __version__ as __version__
 from shardlib.collectives._exact import Exact as Exact
 from shardlib.collectives._exact import Exchange as Exchange
 from shardlib.collectives._zero import Zero as Zero

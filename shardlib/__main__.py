@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from shardlib._version import __version__
 from shardlib.pipeline.schedules import _command as pipeline
 from shardlib.planning import _command as plan
 from shardlib.weights import _command as weights
@@ -14,6 +15,7 @@ def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser(
         prog="python -m shardlib", description="Tools around shardlib."
     )
+    main_parser.add_argument("--version", action="version", version=f"shardlib {__version__}")
     commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
     plan.add_command(commands)
     pipeline.add_command(commands)

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "shardlib"
 # Folders and files, the lowest first. Each may import those before it, and nothing after: a total
 # order, so there are no cycles. A folder comes after its files.
 LAYERS = [
-    ("", "_text _progress _user_files _notebook _tree _lock"),
+    ("", "_version _text _progress _user_files _notebook _tree _lock"),
     ("checks", "_arguments _arrays"),
     (
         "machine",

@@ -651,6 +651,12 @@ def test_configurations_that_the_models_do_not_know_are_refused(said, message, t
         hub.config(tmp_path)
 
 
+def test_the_command_line_says_its_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"shardlib {sl.__version__}\n"
+
+
 def test_the_command_line_without_a_command_lists_all(capsys):
     assert main([]) == 0
     listed = capsys.readouterr().out
