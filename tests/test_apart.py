@@ -653,9 +653,8 @@ WITHIN = {
 }
 
 
-@pytest.mark.representative("sequences")
+@pytest.mark.representative("fsdp", "sequences")
 @pytest.mark.long
-@pytest.mark.sentinel("fsdp")
 @pytest.mark.parametrize("name", WITHIN)
 def test_a_worker_steps_as_a_run_alone(name):
     """Two steps of each pod, and of a run on a mesh of one pod with the pod's examples."""

@@ -213,6 +213,7 @@ def test_import_of_shardlib_changes_no_config_or_environment():
     assert result.stdout.strip() == "True"
 
 
+@pytest.mark.long("experts._dropless")
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples_pass(module):
     name = ".".join(["shardlib", *room(module).split(".")]).rstrip(".")

@@ -23,6 +23,7 @@ def step_of(capacity, remat):
     return sl.train_step(moe.loss, strategy), state, batch
 
 
+@pytest.mark.long("None")
 @pytest.mark.parametrize("capacity", [None, 1.25])
 def test_activations_of_blocks_whose_experts_are_over_a_manual_axis(capacity):
     rows = {row.name: row for row in activations_of(*step_of(capacity, "full"))}

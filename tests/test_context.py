@@ -145,8 +145,8 @@ def assert_near(found, expected, tolerance):
     jax.tree.map(check, found, expected)
 
 
-# Each form under one of the masks in turn.
-ALWAYS = set(zip(FORMS, itertools.cycle(MASKS)))
+# Every second form, each under one of the masks in turn.
+ALWAYS = set(list(zip(FORMS, itertools.cycle(MASKS)))[::2])
 LONG = [f"{form}-{mask}" for form in FORMS for mask in MASKS if (form, mask) not in ALWAYS]
 
 
@@ -433,7 +433,6 @@ def test_a_ring_holds_the_keys_of_two_devices_at_a_time():
 
 @pytest.mark.representative("3-2-data=2,context=2,model=2")
 @pytest.mark.long
-@pytest.mark.sentinel("1-1-data=1,context=4")
 @pytest.mark.parametrize(
     "mesh", ["data=2,context=4", "data=1,context=4", "data=2,context=2,model=2"]
 )

@@ -129,7 +129,7 @@ def test_decoding_of_a_prompt_in_chunks_equals_that_of_a_whole_prompt(config, ch
 
 
 @pytest.mark.representative()
-@pytest.mark.long("gpt1", "gpt2")
+@pytest.mark.long("gpt1", "gpt2", "gemma")
 @every_config
 def test_decoding_of_prompts_of_different_lengths_equals_each_alone(config):
     model, tokens = make(config), tokens_of(config)
@@ -141,6 +141,7 @@ def test_decoding_of_prompts_of_different_lengths_equals_each_alone(config):
             np.testing.assert_array_equal(row, without_cache(model, prompt[None], 8)[0])
 
 
+@pytest.mark.long
 def test_decoding_of_experts_equals_a_whole_pass_for_each_token():
     router = sl.experts.TopK(2)
     config = moe.tiny(

@@ -161,6 +161,7 @@ def test_latent_attention_equals_the_formulas_of_the_paper(implementation):
     jax.tree.map(close, found, expected)
 
 
+@pytest.mark.long
 def test_norms_of_queries_and_keys_come_before_positions():
     config = gpt.tiny(
         width=16, heads=4, kv_heads=2, norm="rms", positions="rotary", bias=False,

@@ -67,6 +67,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.mark.long(
     "docs/how-to/experts.md",
+    "docs/how-to/finetune.md",
     "docs/how-to/first-run.md",
     "docs/how-to/generate.md",
     "docs/how-to/models.md",

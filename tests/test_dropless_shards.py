@@ -85,7 +85,6 @@ CASES = {
 @pytest.mark.representative("recomputed", "tensor")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.long
-@pytest.mark.sentinel("tensor")
 def test_a_step_in_further_rounds_equals_one_device(case, summed, rounds):
     """Devices whose tokens go elsewhere take fewer rounds, and scatter with those that take more."""
     mesh, rules, options = CASES[case]

@@ -775,6 +775,7 @@ def test_moe_models_fused_loss_equals_the_plain_loss(model, kind):
     np.testing.assert_allclose(fused, plain, rtol=1e-5)
 
 
+@pytest.mark.long("dropless")
 @pytest.mark.parametrize("form", ["scatter", "dropless"])
 def test_groups_of_several_examples_are_no_mistake_of_the_loss(form):
     """Whoever asks for such groups is not warned that examples depend on each other."""

@@ -190,6 +190,7 @@ def test_fit_saves_on_sigterm_and_resumes(undisturbed, tmp_path):
     assert bits(state) == undisturbed[1]
 
 
+@pytest.mark.long
 def test_fit_says_that_a_finished_run_is_finished(undisturbed):
     state, records = fit(undisturbed[0])
     assert bits(state) == undisturbed[1]

@@ -50,6 +50,7 @@ def total_of(remat, *, target="cpu:8", cache=None, **options):
     return sl.plan(*step, target, cache=cache)
 
 
+@pytest.mark.long
 def test_points_are_what_plans_of_their_values_say():
     found = compiled_frontier()
     assert found.points[0].remat == "full" and found.points[-1].remat == "none"

@@ -56,6 +56,7 @@ def alone(config, **changes):
     return replace(config, layers=1, full_every=None, local_rope_theta=None, **changes)
 
 
+@pytest.mark.long("xla")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_token_sees_itself_and_those_before_it_up_to_the_window(implementation):
     model = model_of(alone(SMALL, window=3, attention=implementation))
@@ -120,6 +121,7 @@ def test_embeddings_and_what_is_added_are_scaled_as_asked():
     np.testing.assert_allclose(found, embedded, atol=1e-6)
 
 
+@pytest.mark.long("None-False", "None-True", "2.0-False")
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_scores_in_memory_are_those_that_never_are(cap, segments):

@@ -70,8 +70,8 @@ def test_generate_goes_on_with_prompts_the_same_on_every_mesh(written):
     assert "tokens of step 2 in" in written("--step", "2", "--tokens", "3").err
 
 
-@pytest.mark.representative()
-@pytest.mark.long("bpe:300")
+@pytest.mark.representative("bytes")
+@pytest.mark.long
 def test_generate_takes_how_tokens_are_chosen(written):
     cold = written("--prompt", "def", "--tokens", "8", "--temperature", "0").out
     for option in (("--top-k", "1"), ("--top-p", "0.0001")):

@@ -60,7 +60,12 @@ def lowered_with_gradients(mesh, rows, features, columns, count, implementation)
 
 
 @pytest.mark.representative()
-@pytest.mark.long("130-sizes2-reference", "128-sizes3-tpu_simulated")
+@pytest.mark.long(
+    "130-sizes2-reference",
+    "128-sizes3-reference",
+    "128-sizes3-tpu_simulated",
+    "256-sizes1-tpu_simulated",
+)
 @pytest.mark.parametrize("implementation", ["reference", "ragged_dot", "tpu_simulated"])
 @pytest.mark.parametrize(
     ("rows", "sizes"), [(256, SIZES), (256, (0, 256, 0, 0)), (130, (5, 6, 7, 0)), (128, (0,) * 4)]
@@ -131,6 +136,7 @@ def test_rows_beyond_places_in_a_checked_shard_map(varies):
     np.testing.assert_allclose(of_w, sum(of_w for _, of_w in expected), atol=1e-4)
 
 
+@pytest.mark.long
 def test_several_matrices_are_multiplied_with_the_same_rows():
     x, up, gate = drawn(16, 8), drawn(3, 8, 6, seed=1), drawn(3, 8, 10, seed=2)
     sizes = jnp.array([3, 9, 2])

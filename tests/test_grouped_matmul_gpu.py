@@ -98,6 +98,7 @@ def test_kernels_for_gpus_under_vmap_equal_a_loop(implementation):
         jax.tree.map(lambda a, b, k=k: np.testing.assert_array_equal(a[k], b), found, expected)
 
 
+@pytest.mark.long
 def test_every_row_of_a_group_is_written_by_one_tile():
     random = np.random.default_rng(0)
     for _ in range(50):

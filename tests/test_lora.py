@@ -118,8 +118,8 @@ def test_a_model_begins_as_it_was_and_only_factors_learn():
     assert len(moments) == 2 * 14
 
 
+@pytest.mark.representative("data=8,model=1-0", "pod=2,data=2,model=2-3")
 @pytest.mark.long
-@pytest.mark.sentinel("pod=2,data=2,model=2-3")
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("mesh", ["data=8,model=1", "data=2,model=4", "pod=2,data=2,model=2"])
 def test_every_mesh_learns_what_one_device_learns(mesh, zero):

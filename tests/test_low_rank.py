@@ -231,6 +231,7 @@ EXCHANGES = {
 }
 
 
+@pytest.mark.long("factors without feedback", "largest")
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_run_goes_on_bit_for_bit_from_a_checkpoint(name, tmp_path):
     strategy = sl.Strategy(mesh=PODS, rules=RULES, zero=split(2), exchange=EXCHANGES[name])
@@ -246,6 +247,7 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint(name, tmp_path):
     )
 
 
+@pytest.mark.long("pod=4,data=2,model=1")
 @pytest.mark.parametrize("mesh", ["pod=2,data=1,model=4", "pod=4,data=2,model=1"])
 def test_errors_and_factors_go_to_another_mesh(mesh, tmp_path):
     """As many workers have what they had; others share what those were owed."""

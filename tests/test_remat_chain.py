@@ -250,9 +250,8 @@ def plain_step():
     return stepped(CONFIG, **DATA)
 
 
-@pytest.mark.representative("tensor")
+@pytest.mark.representative("tensor", "overlap")
 @pytest.mark.long
-@pytest.mark.sentinel("overlap")
 @pytest.mark.parametrize(
     "options",
     [

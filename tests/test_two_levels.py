@@ -89,6 +89,7 @@ def test_further_rounds_across_are_taken(buffer):
     assert rounds["data=1"] == 1 and rounds["pod=4,data=2"] > 4
 
 
+@pytest.mark.long("2")
 @pytest.mark.parametrize("choices", [2, 4])
 def test_a_token_crosses_once_for_each_node_of_its_experts(choices):
     """What is sent across are the distinct nodes of each token, and each row knows its token."""
@@ -154,6 +155,7 @@ def test_ragged_and_dense_sending_give_the_same(monkeypatch):
     assert_near(found, expected)
 
 
+@pytest.mark.long("None")
 @pytest.mark.parametrize("across", [None, ()])
 def test_bytes_are_counted_by_the_network_that_they_take(across):
     """Of eight experts on two nodes of four devices, a token goes to all."""
@@ -275,6 +277,7 @@ def test_tokens_go_to_as_many_nodes_as_the_router_allows(router, padded_to, most
     assert _dropless._most_nodes(router, 4, EXPERTS, padded_to) == most
 
 
+@pytest.mark.long
 def test_padded_experts_over_two_nodes_equal_one_device():
     """A group of the router's, of three experts, is on two nodes."""
     router, count = TopK(2, groups=2, groups_taken=1), 6
@@ -290,6 +293,7 @@ def test_padded_experts_over_two_nodes_equal_one_device():
     assert_near(found, expected)
 
 
+@pytest.mark.long
 def test_experts_read_other_arrays_on_both_levels():
     """A captured array has its gradient from all rounds."""
 
