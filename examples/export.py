@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shardlib as sl
-from examples.run import Run, recorded
+from examples.find_run import recorded
+from examples.run import Run
 from examples.start import folder_of, restored, to_read, tokenizer_of
 from models import hub
 from shardlib.data import load_tokenizer

@@ -21,7 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shardlib as sl
-from examples.run import AdamW, LoRA, Run, override, recorded, show_help
+from examples.fields import override, show_help
+from examples.find_run import recorded
+from examples.run import AdamW, LoRA, Run
 from examples.start import folder_of, name_of, published_model, published_texts, tokenizer_of
 from examples.train_lm import interrupted, train
 from shardlib.data import Corpus

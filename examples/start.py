@@ -9,7 +9,9 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import shardlib as sl
-from examples.run import Run, override, recorded
+from examples.fields import override
+from examples.find_run import recorded
+from examples.run import Run
 from models import decoding, gpt, hub
 from shardlib.data import Corpus, prepare
 

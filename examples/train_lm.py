@@ -31,7 +31,8 @@ from jax.experimental import multihost_utils
 
 import shardlib as sl
 import shardlib.data
-from examples.run import MAY_CHANGE, OF_TEXTS, Run, from_command_line, recorded
+from examples.find_run import OF_TEXTS, from_command_line, recorded
+from examples.run import MAY_CHANGE, Run
 from examples.start import started
 from models import decoding, sampling
 

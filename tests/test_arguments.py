@@ -15,7 +15,8 @@ import shardlib as sl
 from benchmarks import _strangers_calls as strangers
 from benchmarks._strangers_table import CALLS, NOT_CALLED, Call, namespace
 from examples.configs import tiny, tiny_onebit
-from examples.run import Muon, _fields, override
+from examples.fields import fields, override
+from examples.run import Muon
 from models import gpt
 from shardlib.checks import _arguments as check
 from shardlib.kernels._norm import IMPLEMENTATIONS
@@ -309,9 +310,9 @@ def test_trainer_command_line_accepts_or_refuses_random_texts():
     chance = random.Random(0)
     refused = 0
     for run in (tiny.run(), tiny_onebit.run()):
-        fields = [name for name, _ in _fields(run) if not name.startswith("data.")]
+        names = [name for name, _ in fields(run) if not name.startswith("data.")]
         for _ in range(300):
-            options = [f"--{chance.choice(fields)}", chance.choice(texts)]
+            options = [f"--{chance.choice(names)}", chance.choice(texts)]
             try:
                 override(run, options)
             except ValueError as error:

@@ -35,7 +35,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from examples import train_lm
-from examples.run import from_command_line
+from examples.find_run import from_command_line
 from shardlib.data import (
     Corpus,
     Prepared,

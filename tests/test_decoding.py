@@ -188,15 +188,12 @@ def on_one_device(config, chunk):
 
 @pytest.mark.representative(
     "gpt2-both-whole",
-    "gpt2-ring-chunks",
     "gpt2-ulysses-chunks",
     "gpt2-whole key heads-whole",
-    "llama-data-chunks",
     "llama-model-whole",
     "llama-sequence-chunks",
     "llama-zigzag-chunks",
     "llama-stages-chunks",
-    "gemma-both-chunks",
     "gemma-zigzag-chunks",
 )
 @pytest.mark.long

@@ -246,7 +246,7 @@ MESHES = {
 }
 
 
-@pytest.mark.representative("data and tensor", "ring", "pipeline")
+@pytest.mark.representative("ring", "pipeline")
 @pytest.mark.long
 @pytest.mark.parametrize("name", MESHES)
 def test_a_small_deepseek_trains_as_on_one_device(name):

@@ -27,7 +27,8 @@ import shardlib.launch
 import shardlib.optimizers
 import shardlib.testing
 from examples import finetune
-from examples.run import from_command_line, override
+from examples.fields import override
+from examples.find_run import from_command_line
 from models import gpt, hub
 from shardlib.__main__ import parser
 from shardlib.pipeline.schedules._draw import DARK

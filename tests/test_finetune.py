@@ -16,7 +16,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import shardlib as sl
 from examples import export, finetune, generate
-from examples.run import override, recorded
+from examples.fields import override
+from examples.find_run import recorded
 from models import gpt, hub, moe
 from models.layers import Scores
 from shardlib.__main__ import main

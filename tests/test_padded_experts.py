@@ -54,6 +54,7 @@ LAYERS = {
 
 @pytest.mark.parametrize(("text", "rules"), [("data=4", RULES), ("data=4,model=2", TENSOR)])
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.representative("dropless-data=4,model=2-rules1", "scatter-data=4-rules0")
 @pytest.mark.long
 @pytest.mark.sentinel("expert choice-data=4-rules0")
 def test_more_weights_than_experts_change_nothing(name, text, rules):

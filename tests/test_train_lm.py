@@ -17,7 +17,9 @@ import pytest
 import shardlib as sl
 from examples import train_lm
 from examples.configs import gpt2_124m, llama3_8b, llama3_8b_3d, tiny, tiny_onebit
-from examples.run import AdamW, Muon, from_command_line, override
+from examples.fields import override
+from examples.find_run import from_command_line
+from examples.run import AdamW, Muon
 
 pytest.importorskip("grain")
 ROOT = Path(__file__).parent.parent

@@ -53,6 +53,9 @@ MESHES = {
 
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.representative(
+    "four nodes of two-all to the same", "tensor-drawn", "nodes by an axis of no data-drawn"
+)
 @pytest.mark.long
 @pytest.mark.sentinel("two nodes of four-drawn")
 def test_outputs_and_gradients_equal_one_device(mesh, gate):
