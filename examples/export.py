@@ -100,7 +100,8 @@ def _write_beside(source: str, run: Run, folder: Path) -> list[str]:
 def _write_changed_config(run: Run, published: Path, folder: Path) -> None:
     """Write the configuration anew if the run has another model than the published one."""
     said = hub.description(run.model)
-    if said == hub.description(hub.config(published, context=run.model.context)):
+    is_same = said == hub.description(hub.config(published, context=run.model.context))
+    if is_same and not hub.reads_more_than_texts(published):
         return
     before = json.loads((published / "config.json").read_text())
     kept = {name: number for name, number in before.items() if name.endswith("_token_id")}

@@ -90,7 +90,7 @@ def started(run: Run, state: sl.State) -> sl.State:
         if (folder / "checkpoints").exists():
             model, _ = restored(run.start, to_read(described(run.start)))
             return state.with_weights(_in_place(state.weights, model, folder))
-        table = hub.table(run.model)
+        table = hub.table_in(folder, run.model)
         return sl.weights.load(folder, state, table, keep=keep, release=True)
     except (OSError, ValueError) as error:
         raise SystemExit(f"`--start {run.start}`: {error}") from error
@@ -109,7 +109,9 @@ def restored(source: str, strategy: sl.Strategy, step: int | None = None) -> tup
         if step is not None:
             raise ValueError(f"`{source}` has no checkpoints, and so none of step {step}.")
         state = sl.init(make, None, strategy, seed=run.seed)
-        return sl.weights.load(folder, state, hub.table(config), release=True).model, None
+        return sl.weights.load(
+            folder, state, hub.table_in(folder, config), release=True
+        ).model, None
     like = sl.init(make, None, strategy, seed=run.seed, abstract=True)
     with sl.Checkpoints(folder / "checkpoints") as checkpoints:
         found = checkpoints.restore_model(like, step=step)

@@ -24,6 +24,10 @@ UNKNOWN: dict[str, Any] = {
     "quantization_config": None,
     "use_bidirectional_attention": False,
 }
+# Models that read more than texts: the part of their configuration that does, which is a model of
+# texts, and the parts of their weights that do not.
+WITH_TEXTS = {"gemma3": "text_config"}
+NOT_OF_TEXTS = (r"(.*\.)?vision_tower\..*", r"(.*\.)?multi_modal_projector\..*")
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
 # What transformers takes for fields that a configuration leaves out, where that is not nothing.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -56,6 +60,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {
         **_GEMMA,
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
         "num_key_value_heads": 4,
         "sliding_window": 4096,
         "sliding_window_pattern": 6,

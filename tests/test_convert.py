@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import nnx
 
 import shardlib as sl
@@ -53,7 +54,8 @@ def test_published_files_become_a_checkpoint_and_are_the_same_again(published, t
     assert names == {"checkpoints", "config.json", "tokenizer.json"}
     assert main(["weights", "export", str(imported), str(exported)]) == 0
     assert main(["weights", "diff", str(published), str(exported)]) == 0
-    assert (exported / "config.json").read_text() == (published / "config.json").read_text()
+    for folder in (imported, exported):
+        assert json.loads((folder / "config.json").read_text()) == hub.description(CONFIG)
     # A run with an optimizer, on a mesh of its own, begins with it.
     strategy = sl.Strategy(
         mesh="data=2,context=2,model=2",
@@ -177,3 +179,42 @@ def test_long_reads_and_writes_show_how_far_they_are(published, tmp_path, monkey
     assert capsys.readouterr().err.startswith("shardlib.weights: reading small: ")
     sl.weights.save(tmp_path / "out", loaded, hub.table(CONFIG))
     assert capsys.readouterr().err.startswith("shardlib.weights: writing out: ")
+
+
+def renamed(folder, prefix, **more):
+    """The files in a folder with other names, and with more tensors."""
+    files = sl.weights.open_tensors(folder)
+    tensors = {prefix + name: np.array(files.read(name)) for name in files.tensors}
+    safetensors.numpy.save_file(tensors | more, folder / "model.safetensors")
+
+
+def test_names_may_have_another_prefix_and_images_are_left_out(tmp_path):
+    config = gpt.gemma3_1b(
+        layers=2, width=16, heads=2, kv_heads=1, head_dim=8, hidden=24, context=16, vocab=40
+    )
+    model = gpt.GPT(config, rngs=nnx.Rngs(3))
+    sl.weights.save(tmp_path, model, hub.table(config, prefix="model."))
+    renamed(tmp_path, "language_model.", **{"vision_tower.patches": np.zeros((2, 2), "f")})
+    text = hub.description(config)
+    said = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    make_model, table, written = hub.weights(tmp_path)
+    assert written == text
+    loaded = sl.weights.load(tmp_path, nnx.to_pure_dict(nnx.state(make_model(), nnx.Param)), table)
+    jax.tree.map(
+        np.testing.assert_array_equal, loaded, nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    )
+    # Only what reads images may be left over.
+    renamed(tmp_path, "", another=np.zeros(3, "f"))
+    with pytest.raises(ValueError, match="no parameter is made of, such as `another`"):
+        sl.weights.load(tmp_path, loaded, hub.table_in(tmp_path, config))
+
+
+def test_gpt2_has_files_with_and_without_a_prefix(tmp_path):
+    config = gpt.gpt2(layers=1, width=16, heads=2, context=16, vocab=40)
+    model = gpt.GPT(config, rngs=nnx.Rngs(3))
+    sl.weights.save(tmp_path, model, hub.table(config, prefix=""))
+    (tmp_path / "config.json").write_text(json.dumps(hub.description(config)))
+    make_model, table, _ = hub.weights(tmp_path)
+    loaded = sl.weights.load(tmp_path, nnx.to_pure_dict(nnx.state(make_model(), nnx.Param)), table)
+    np.testing.assert_array_equal(loaded["embedding"], model.embedding[...])

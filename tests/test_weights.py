@@ -332,6 +332,49 @@ def test_logits_are_those_of_transformers_which_reads_what_is_saved(family, tmp_
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_texts_are_read_as_by_transformers_where_a_model_reads_images_too(prefix, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size")}
+    vision = transformers.SiglipVisionConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=4, image_size=28, patch_size=14
+    )
+    # What it leaves out is as published files leave it out.
+    text = {**SIZES, **FAMILIES["gemma3"][1], "vocab_size": 96, "model_type": "gemma3_text"}
+    kind = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=vision.to_dict(),
+        mm_tokens_per_image=1,
+        image_token_index=95,
+    )
+    torch.manual_seed(0)
+    theirs = transformers.Gemma3ForConditionalGeneration(kind).eval()
+    theirs.save_pretrained(tmp_path)
+    renamed = {}
+    for name, tensor in safetensors.numpy.load_file(tmp_path / "model.safetensors").items():
+        parts = name.partition("language_model.")
+        renamed[prefix + parts[2] if parts[1] else name.removeprefix("model.")] = tensor
+    safetensors.numpy.save_file(renamed, tmp_path / "model.safetensors")
+    make_model, table, said = hub.weights(tmp_path)
+    assert said["model_type"] == "gemma3_text"
+    state = sl.init(make_model, None, sl.Strategy(mesh="data=8", rules=sl.rules.data))
+    state = load(tmp_path, state, table)
+    tokens = np.random.default_rng(0).integers(0, 90, (8, 17))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    with state.layout.strategy.scope(), jax.default_matmul_precision("highest"):
+        found = jax.jit(lambda model, tokens: model(tokens))(state.model, jnp.asarray(tokens))
+    assert np.abs(found - expected).max() < 1e-5
+    # What is written is a model of texts.
+    save(tmp_path / "ours", state, hub.table(hub.config(tmp_path)))
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(said))
+    again = transformers.Gemma3ForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    with torch.no_grad():
+        np.testing.assert_array_equal(again(torch.tensor(tokens)).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rank", [0, 4])
 def test_what_was_tuned_gives_its_logits_in_transformers(rank, tmp_path):
     transformers = pytest.importorskip("transformers")

@@ -14,11 +14,12 @@ from shardlib.weights._tensor_files import TensorFiles, open_tensors
 
 _EXAMPLE = """\
 WHAT is FILE.py:NAME, MODULE:NAME, or FILE.py, which is FILE.py:weights. The name is that of a
-function of a folder that returns how to make its model, and the table of its tensors:
+function of a folder that returns how to make its model, and the table of its tensors, and perhaps
+what `config.json` is to be:
 
     def weights(folder):
         config = hub.config(folder)
-        return lambda: hub.model(config, nnx.Rngs(0)), hub.table(config)
+        return lambda: hub.model(config, nnx.Rngs(0)), hub.table(config), hub.description(config)
 """
 _MODELS = "models/hub.py"
 # Numbers are compared so many at a time.

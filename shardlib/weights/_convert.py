@@ -9,8 +9,9 @@ A checkpoint is read onto any mesh by each process for itself, from a bucket too
 and where its tensors go, is said by a function of the folder, such as `models/hub.py` has.
 """
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from shardlib.weights._table import Table
 # The function that is looked for in a file where none is named.
 DEFAULT_NAME = "weights"
 CHECKPOINTS = "checkpoints"
+CONFIG = "config.json"
 # The files of a model besides its weights, by how their names end.
 _BESIDE = (".json", ".txt", ".model", ".jinja")
 
@@ -56,17 +58,18 @@ def import_weights(source: str | Path, folder: Path, model: str) -> Converted:
     Args:
         source: the folder of the model, or its name on the Hugging Face hub.
         folder: for the checkpoint, in a folder of its own, and for the model's other files.
-        model: `FILE.py:NAME`, a function of a folder that returns how to make the model, and the
-            table of its tensors.
+        model: `FILE.py:NAME`, a function of a folder that returns how to make the model, the table
+            of its tensors, and perhaps what `config.json` is to be.
     """
     source, folder = local_folder(source), folder.expanduser()
     if (folder / CHECKPOINTS).exists():
         raise ValueError(f"`{folder}` has checkpoints already. Name another folder.")
-    make_model, table = _described(source, model)
-    state = load(source, init(make_model, None, _strategy(make_model)), table, release=True)
+    described = _described(source, model)
+    new = init(described.make_model, None, _strategy(described.make_model))
+    state = load(source, new, described.table, release=True)
     with Checkpoints(folder / CHECKPOINTS) as checkpoints:
         checkpoints.save(state, about={"imported": source.name})
-    _copy_beside(source, folder)
+    _write_beside(source, folder, described.config)
     return Converted([folder / CHECKPOINTS], _numbers(state), 0)
 
 
@@ -85,17 +88,31 @@ def export_weights(
     source, folder = source.expanduser(), folder.expanduser()
     if not (source / CHECKPOINTS).is_dir():
         raise ValueError(f"`{source}` has no folder `{CHECKPOINTS}`, in which a run has its own.")
-    make_model, table = _described(source, model)
+    described = _described(source, model)
+    make_model = described.make_model
     like = init(make_model, None, _strategy(make_model), abstract=True)
     with Checkpoints(source / CHECKPOINTS) as checkpoints:
         restored = checkpoints.restore_model(like, step=step)
-    files = save(folder, restored.state, table, dtype=dtype)
-    _copy_beside(source, folder)
+    files = save(folder, restored.state, described.table, dtype=dtype)
+    _write_beside(source, folder, described.config)
     return Converted(files, _numbers(restored.state), restored.step)
 
 
-def _described(folder: Path, model: str) -> tuple[Callable[[], Any], Table]:
-    """How to make the model in a folder, and its table."""
+class _Described(NamedTuple):
+    """What a function says of the model in a folder.
+
+    - `make_model`: makes a new one.
+    - `table`: of its tensors.
+    - `config`: what `config.json` is to be; None if it is copied like other files.
+    """
+
+    make_model: Callable[[], Any]
+    table: Table
+    config: Mapping[str, Any] | None = None
+
+
+def _described(folder: Path, model: str) -> _Described:
+    """What the function `model` says of the model in a folder."""
     try:
         where, name = split_name(model, DEFAULT_NAME)
     except ValueError as error:
@@ -110,12 +127,14 @@ def _described(folder: Path, model: str) -> tuple[Callable[[], Any], Table]:
         raise ValueError(f"`--model {model}`: `{where}` has no function `{name}`.")
     if not folder.is_dir():
         raise ValueError(f"There is no folder `{folder}`.")
-    described: Any = describe(folder)
-    is_pair = isinstance(described, tuple) and len(described) == 2
-    if not is_pair or not callable(described[0]) or not isinstance(described[1], Table):
+    said: Any = describe(folder)
+    if not isinstance(said, tuple) or len(said) not in (2, 3):
+        said = (said, None)
+    described = _Described(*said)
+    if not callable(described.make_model) or not isinstance(described.table, Table):
         raise ValueError(
-            f"`{model}` is to return a function that makes a model, and a "
-            f"`sl.weights.Table`; it returned {type(described).__name__}."
+            f"`--model {model}` is to return a function that makes a model, a "
+            "`sl.weights.Table`, and perhaps what `config.json` is to be."
         )
     return described
 
@@ -149,10 +168,12 @@ def _numbers(state: State) -> int:
     return sum(leaf.size for _, leaf in leaves)
 
 
-def _copy_beside(source: Path, folder: Path) -> None:
-    """Copy the files of a model besides its weights: its configuration and its tokenizer."""
+def _write_beside(source: Path, folder: Path, config: Mapping[str, Any] | None) -> None:
+    """Copy the files of a model besides its weights, and write its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         is_index = file.name.endswith(".index.json")
         if file.suffix in _BESIDE and file.is_file() and not is_index:
             shutil.copyfile(file, folder / file.name)
+    if config is not None:
+        (folder / CONFIG).write_text(json.dumps(config, indent=2))
