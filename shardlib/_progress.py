@@ -7,7 +7,7 @@ import sys
 import time
 from types import TracebackType
 
-from shardlib._text import CLEAR_LINE, bar, human_bytes, shortened, terminal_width
+from shardlib._text import CLEAR_LINE, bar, coloured, human_bytes, shortened, terminal_width
 
 # Work that is shorter says nothing.
 _QUIET_SECONDS = 2.0
@@ -88,7 +88,7 @@ def _line(done: float, total: float, text: str) -> str:
     width = min(_WIDTH, room - len(text) - 1)
     if width < _NARROWEST:
         return shortened(text, room)
-    return f"{bar(done, total, width)} {text}"
+    return f"{coloured(bar(done, total, width), 'green', sys.stderr)} {text}"
 
 
 def progress_line(what: str, done: int, total: int, seconds: float) -> str:

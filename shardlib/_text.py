@@ -14,6 +14,9 @@ from typing import TextIO
 CLEAR_LINE = "\r\x1b[K"
 """Takes a terminal back to the beginning of its line, and clears that."""
 
+COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
+"""What terminals call the colours of text, and heavy type."""
+
 _NARROWEST = 14  # letters that a column keeps when it is shortened
 
 
@@ -64,6 +67,20 @@ def bar(done: float, total: float, width: int = 24) -> str:
     """
     full = min(width, int(width * done / max(total, 1)))
     return "█" * full + "░" * (width - full)
+
+
+def coloured(text: str, colour: str, file: TextIO) -> str:
+    """A text in one of the `COLOURS`, if it is to be written to a terminal.
+
+    With `NO_COLOR` in the environment, or on a terminal that calls itself `dumb`, it stays plain.
+
+    >>> coloured("fits", "green", sys.stderr) if not sys.stderr.isatty() else "fits"
+    'fits'
+    """
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    if is_plain or not file.isatty():
+        return text
+    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
 
 
 def shortened(text: str, width: int) -> str:

@@ -190,7 +190,15 @@ def renamed(folder, prefix, **more):
 
 def test_names_may_have_another_prefix_and_images_are_left_out(tmp_path):
     config = gpt.gemma3_1b(
-        layers=2, width=16, heads=2, kv_heads=1, head_dim=8, hidden=24, context=16, vocab=40
+        layers=2,
+        full_every=2,
+        width=16,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        hidden=24,
+        context=16,
+        vocab=40,
     )
     model = gpt.GPT(config, rngs=nnx.Rngs(3))
     sl.weights.save(tmp_path, model, hub.table(config, prefix="model."))

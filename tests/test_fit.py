@@ -758,7 +758,8 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
         "step 5, held out: loss 2.5",
         "step 10/10  loss 1",
     ]
-    assert "████████████░░░░░░░░░░░░ 5/10  1 min 15 s left  loss 2.346" in terminal.getvalue()
+    shown = re.sub(r"\x1b\[\d+m", "", terminal.getvalue())
+    assert "████████████░░░░░░░░░░░░ 5/10  1 min 15 s left  loss 2.346" in shown
     assert terminal.getvalue().endswith("\n")
 
 

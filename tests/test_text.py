@@ -3,6 +3,7 @@ elsewhere.
 """
 
 import io
+import re
 import sys
 
 import jax
@@ -14,7 +15,8 @@ from flax import nnx
 import shardlib as sl
 from models import gpt
 from shardlib import _progress
-from shardlib._text import shortened, table, terminal_width, wrapped
+from shardlib._text import coloured, shortened, table, terminal_width, wrapped
+from shardlib.planning import _command
 
 CONFIG = gpt.tiny(layers=2, width=64, heads=4, context=32, vocab=256)
 WIDTHS = [80, 60]
@@ -90,8 +92,35 @@ def test_progress_bar_stays_within_its_line(monkeypatch, columns):
     bar = _progress.Progress("data", "reading 1,234 files of a corpus with a long name", 1 << 40)
     bar.at(1 << 30), bar.at(1 << 36)
     lines = terminal.getvalue().split("\r\x1b[K")[1:]
+    lines = [re.sub(r"\x1b\[\d+m", "", line) for line in lines]  # colours take no room
     assert len(lines) == 2 and all(0 < len(line) < columns for line in lines)
     assert columns < 120 or ("░" in lines[1] and lines[1].endswith("s left"))
+
+
+def test_colours_are_for_terminals_that_have_them(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    file, terminal = io.StringIO(), io.StringIO()
+    terminal.isatty = lambda: True
+    assert coloured("bar", "green", file) == "bar"
+    assert coloured("bar", "green", terminal) == "\x1b[32mbar\x1b[0m"
+    report = "step on cpu:8\nmesh data=8\n\nmemory\n  parameters  1 KiB  ██▌\n\nnothing was run"
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert _command._in_colours(report) == (
+        "\x1b[1mstep on cpu:8\x1b[0m\nmesh data=8\n\n"
+        "\x1b[1mmemory\x1b[0m\n  parameters  1 KiB  \x1b[32m██▌\x1b[0m\n\nnothing was run"
+    )
+    for name, value in (("TERM", "dumb"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+        assert _command._in_colours(report) == report
+
+
+def test_a_terminal_without_blocks_is_shown_others(monkeypatch, capsys):
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", file)
+    _command._print("memory\n  parameters  1 KiB  ██▌▏")
+    file.flush()
+    assert file.buffer.getvalue() == b"memory\n  parameters  1 KiB  ####\n"
 
 
 def test_terminal_width_is_read_from_the_environment_or_terminal(monkeypatch, tmp_path):

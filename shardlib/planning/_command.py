@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardlib._text import CLEAR_LINE, listed, terminal_width
+from shardlib._text import CLEAR_LINE, coloured, listed, terminal_width
 from shardlib._user_files import load_module, split_name
 from shardlib.data._store import cache_folder
 from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
@@ -33,6 +33,9 @@ from shardlib.step._step import Step
 
 # The variable by which a child knows that it is one, and where it writes its answer.
 _CHILD = "SHARDLIB_PLAN_ANSWER"
+# The letters that bars are drawn with, from a full one to an eighth.
+_BLOCKS = re.compile("[█-▏]")
+_BARS = re.compile("[█-▏]+")
 # What is planned of a file where nothing else is named: what the trainer trains.
 _RUN = "run"
 
@@ -220,11 +223,29 @@ def _print(report: str) -> None:
     try:
         report.encode(encoding)
     except UnicodeEncodeError:
-        report = re.sub("[▏-█]", "#", report).encode(encoding, "replace").decode(encoding)
+        report = _BLOCKS.sub("#", report).encode(encoding, "replace").decode(encoding)
     try:
-        print(report, flush=True)
+        print(_in_colours(report), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _in_colours(report: str) -> str:
+    """A report as a terminal shows it: titles of sections in heavy type, bars in green, and what
+    does not fit in red.
+
+    Whatever is not written to a terminal stays plain.
+    """
+    sections: list[str] = []
+    for section in report.split("\n\n"):
+        title, newline, rows = section.partition("\n")
+        # A single line is a sentence, and JSON has no titles.
+        if rows and not title.startswith("{"):
+            title = coloured(title, "bold", sys.stdout)
+        rows = _BARS.sub(lambda found: coloured(found[0], "green", sys.stdout), rows)
+        sections.append(title + newline + rows)
+    refused = "DOES NOT FIT"
+    return "\n\n".join(sections).replace(refused, coloured(refused, "red", sys.stdout))
 
 
 def _child(arguments: argparse.Namespace, answer: Path) -> int:

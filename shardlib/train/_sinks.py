@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from shardlib._text import CLEAR_LINE, bar
+from shardlib._text import CLEAR_LINE, bar, coloured
 from shardlib.checks import _arguments as check
 
 # Numbers from here on are shortened by a letter for thousands, millions and so on.
@@ -235,9 +235,9 @@ class Progress:
                 numbers[name] = value
         step = numbers["step"]
         if "note" in numbers:
-            self._line(f"step {step}: {numbers['note']}")
+            self._line(f"step {step}: {numbers['note']}", "yellow")
         elif any(name.startswith("evaluation/") for name in numbers):
-            self._line(f"step {step}, held out: {_listed_evaluation(numbers)}")
+            self._line(f"step {step}, held out: {_listed_evaluation(numbers)}", "cyan")
         else:
             self._show_step(numbers)
 
@@ -259,15 +259,20 @@ class Progress:
 
         What is too long for the terminal is cut: a second line could not be drawn over.
         """
-        line = f"{bar(step, self.steps, self.width)} {text}"[: _columns()]
+        drawn = bar(step, self.steps, self.width)
+        # Colours take no room, and so are put in after the cut.
+        line = f"{drawn} {text}"[: _columns()]
+        line = coloured(line[: len(drawn)], "green", self._file) + line[len(drawn) :]
         # The last one stays, and whatever is written next begins below it.
         self._is_drawn = step < self.steps
         end = "" if self._is_drawn else "\n"
         self._file.write(CLEAR_LINE + line + end)
         self._file.flush()
 
-    def _line(self, text: str) -> None:
+    def _line(self, text: str, colour: str | None = None) -> None:
         """Write a line in place of the bar, which is drawn below it by the next record."""
+        if colour is not None:
+            text = coloured(text, colour, self._file)
         if self._is_drawn:
             self._file.write(CLEAR_LINE)
             self._is_drawn = False
