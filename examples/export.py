@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
     try:
         hub.description(run.model)  # what transformers cannot read is refused before all else
         table = hub.table(run.model)
-        model, step = restored(asked.run, to_read(run, asked.mesh), asked.step)
+        model, step = restored(asked.run, to_read(run, asked.mesh, is_split=True), asked.step)
         files = sl.weights.save(folder, model, table, dtype=asked.dtype)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error

@@ -33,7 +33,7 @@ from jax.experimental import multihost_utils
 import shardlib as sl
 import shardlib.data
 from examples.run import Run
-from examples.start import described, folder_of, restored, to_read, tokenizer_of
+from examples.start import described, folder_of, has_checkpoints, restored, to_read, tokenizer_of
 from models import decoding, gpt, sampling
 
 SEPARATOR = "\n" + "-" * 20 + "\n"  # between the texts of several prompts
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
     try:
         chosen = sampling.Sampling(asked.temperature, asked.top_k, asked.top_p)
         strategy = to_read(run, asked.mesh, asked.rules)
-        if (folder / "checkpoints").exists() or (folder / "run.json").exists():
+        if has_checkpoints(folder):
             _check_step(folder / "checkpoints", asked.step)
         tokenizer = _tokenizer(run, asked.folder)
         prompts = _encoded(tokenizer, asked.prompt or [run.prompt], run)
@@ -108,8 +108,8 @@ def _run_of(asked: argparse.Namespace, folder: Path) -> Run:
         near = difflib.get_close_matches(folder.name, others, 1)
         meant = f"; did you mean `{folder.parent / near[0]}`?" if near else "."
         raise SystemExit(
-            f"`{folder}` is no folder of a run of `train_lm.py`: it has no `run.json`{meant} Nor "
-            "has it the `config.json` of a published model."
+            f"`{folder}` is no folder of a run of `train_lm.py`: it has no `run.json`{meant} "
+            "Neither has it a `config.json`, as published models have."
         )
     run = described(asked.folder)
     if asked.chat is None:

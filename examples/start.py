@@ -1,6 +1,7 @@
 """Folders that have a model: of a run, of a published model, or of one that was imported."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from models import decoding, gpt, hub
 from shardlib.data import Corpus, prepare
 
 
+@functools.cache
 def folder_of(source: str) -> Path:
     """The folder of a run or of a published model, which may be one of the hub, `hf:NAME/MODEL`."""
     try:
@@ -87,13 +89,22 @@ def started(run: Run, state: sl.State) -> sl.State:
     folder = folder_of(run.start)
     keep = (sl.lora.PARAMETERS,) if run.lora.rank else ()
     try:
-        if (folder / "checkpoints").exists():
-            model, _ = restored(run.start, to_read(described(run.start)))
+        if has_checkpoints(folder):
+            before = described(run.start)
+            if not run.lora.rank and not before.lora.rank:
+                with sl.Checkpoints(folder / "checkpoints") as checkpoints:
+                    return checkpoints.restore_model(state, release=True).state
+            model, _ = restored(run.start, to_read(before, is_split=True))
             return state.with_weights(_in_place(state.weights, model, folder))
         table = hub.table_in(folder, run.model)
         return sl.weights.load(folder, state, table, keep=keep, release=True)
     except (OSError, ValueError) as error:
         raise SystemExit(f"`--start {run.start}`: {error}") from error
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether a folder is that of a run, or of an imported model, and not of a published one."""
+    return (folder / "checkpoints").exists() or (folder / "run.json").exists()
 
 
 def restored(source: str, strategy: sl.Strategy, step: int | None = None) -> tuple[Any, int | None]:
@@ -105,7 +116,7 @@ def restored(source: str, strategy: sl.Strategy, step: int | None = None) -> tup
     # Kernels are chosen where the model runs now.
     config = dataclasses.replace(run.model, attention=None, kernels="xla")
     make = dataclasses.replace(run, model=config).make_model
-    if not (folder / "checkpoints").exists():
+    if not has_checkpoints(folder):
         if step is not None:
             raise ValueError(f"`{source}` has no checkpoints, and so none of step {step}.")
         state = sl.init(make, None, strategy, seed=run.seed)
@@ -134,13 +145,17 @@ def tokenizer_of(source: str) -> str:
     return str(prepared.folder / "tokenizer.json")
 
 
-def to_read(run: Run, mesh: str | None = None, rules: str | None = None) -> sl.Strategy:
+def to_read(
+    run: Run, mesh: str | None = None, rules: str | None = None, *, is_split: bool = False
+) -> sl.Strategy:
     """The strategy to read what a run has learned: its own without what trains.
 
     Args:
         run: that has learned.
         mesh: by default that of the run.
         rules: by default those of the run; written as for `train_lm.py`.
+        is_split: whether devices along the data axes share the parameters, which then take less
+            memory; a model that computes has them whole.
     """
     changes = []
     for name, value in (("mesh", mesh), ("rules", rules)):
@@ -151,7 +166,7 @@ def to_read(run: Run, mesh: str | None = None, rules: str | None = None) -> sl.S
         strategy,
         frozen=(),
         rules=decoding.rules(strategy.rules),
-        zero=0,
+        zero=sl.Zero(3, small=0) if is_split else 0,
         accumulate=1,
         offload=None,
         remat="none",

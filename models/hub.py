@@ -27,6 +27,7 @@ def config(folder: str | Path, **changes: Any) -> gpt.GPTConfig:
     said = _said(folder)
     kind = said.get("model_type")
     if kind in hub_configs.WITH_TEXTS:
+        _check_known(file, said)
         # Of a model that reads images too, the part that reads texts.
         said = said.get(hub_configs.WITH_TEXTS[kind]) or {}
         kind = said.get("model_type")
@@ -34,15 +35,20 @@ def config(folder: str | Path, **changes: Any) -> gpt.GPTConfig:
         known = ", ".join(map(repr, hub_configs.READERS))
         raise ValueError(f"{file} is of a model of type {kind!r}; known are {known}.")
     said = {**hub_configs.DEFAULTS.get(kind, {}), **said}
+    _check_known(file, said)
+    try:
+        return hub_configs.READERS[kind](said, changes)
+    except KeyError as error:
+        raise ValueError(f"{file} has no `{error.args[0]}`.") from error
+
+
+def _check_known(file: Path, said: dict[str, Any]) -> None:
+    """Refuse a configuration that has what the models here do not."""
     for field, absent in hub_configs.UNKNOWN.items():
         if said.get(field) not in (None, absent):
             raise ValueError(
                 f"{file} has `{field}` {said[field]!r}, which the models here do not know."
             )
-    try:
-        return hub_configs.READERS[kind](said, changes)
-    except KeyError as error:
-        raise ValueError(f"{file} has no `{error.args[0]}`.") from error
 
 
 def _said(folder: str | Path) -> dict[str, Any]:

@@ -17,21 +17,27 @@ from shardlib._tree import map_named, named_leaves
 from shardlib.step._state import State, combine, shapes_together, state_shardings
 from shardlib.step._workers import Workers, repeated
 
-_PARAMETERS = ("params/", "frozen/")
 _MODEL = (
-    *_PARAMETERS,
+    "params/",
+    "frozen/",
     "streams/",
     "rest/",
     "workers/params/",
     "workers/rest/",
     # By it a reader sees that workers were around a server, which has the parameters.
-    "workers/versions",
+    "workers/versions/",
 )
 
 
 def of_model(described: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a checkpoint, by path, that are the model's."""
-    return {path: leaf for path, leaf in described.items() if path.startswith(_MODEL)}
+    # A model that is a single array has no path below `params`.
+    return {path: leaf for path, leaf in described.items() if f"{path}/".startswith(_MODEL)}
+
+
+def parameters_of(state: State) -> Any:
+    """All parameters of a state, as a tree: those of workers too."""
+    return state.params, state.frozen, state.workers and state.workers.params
 
 
 def model_alone(like: State, described: Mapping[str, Any]) -> State:
@@ -44,13 +50,13 @@ def model_alone(like: State, described: Mapping[str, Any]) -> State:
     parameters = combine(alone.params, alone.frozen)
 
     def is_frozen(path: str) -> bool:
-        return f"frozen/{path}" in described
+        return _below("frozen", path) in described
 
     def trained(path: str, leaf: Any) -> Any:
-        return None if is_frozen(path) else _as_saved(leaf, described.get(f"params/{path}"))
+        return None if is_frozen(path) else _as_saved(leaf, described.get(_below("params", path)))
 
     def frozen(path: str, leaf: Any) -> Any:
-        return _as_saved(leaf, described[f"frozen/{path}"]) if is_frozen(path) else None
+        return _as_saved(leaf, described[_below("frozen", path)]) if is_frozen(path) else None
 
     return alone.replaced(
         params=map_named(trained, parameters),
@@ -59,6 +65,11 @@ def model_alone(like: State, described: Mapping[str, Any]) -> State:
         key=None,
         nonfinite=None,
     )
+
+
+def _below(field: str, path: str) -> str:
+    """The path of a parameter in a state."""
+    return f"{field}/{path}" if path else field
 
 
 def _as_saved(leaf: Any, saved: Mapping[str, Any] | None) -> Any:

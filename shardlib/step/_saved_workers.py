@@ -44,8 +44,8 @@ def like_saved_workers(state: State, shapes: Mapping[str, tuple[int, ...]]) -> S
     if stored is None:
         return alone
     had_server = _VERSIONS in shapes
-    has_as_many = state.workers is not None and stored == state.layout.workers
-    if has_as_many and had_server and state.layout.has_server:
+    has_as_many = bool(state.layout.apart) and stored == state.layout.workers
+    if state.workers is not None and has_as_many and had_server and state.layout.has_server:
         return state
     # Workers of another number are read whole by every device along their axes.
     split_over = state.layout.apart if has_as_many else None

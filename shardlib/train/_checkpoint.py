@@ -269,19 +269,26 @@ class Checkpoints:
             "restore", step, lambda candidate: self._reader.read(candidate, like, release)
         )
 
-    def restore_model(self, like: State, *, step: int | None = None) -> Restored:
+    def restore_model(
+        self, like: State, *, step: int | None = None, release: bool = False
+    ) -> Restored:
         """Read the model alone: parameters, statistics and random streams, of any optimizer.
 
-        The step, the optimizer's state and all else stay as `like` has them, which is a state of
-        the same model under any optimizer and strategy. It is for a run that goes on with what
-        another one has learned, and for what only computes with it: of an abstract `like`, the
-        property `model` of the result can be used, and the step and the optimizer's state are still
-        abstract. Which parameters are frozen may differ. Where the checkpoint has workers that
-        train apart, what is read is their mean. Damage is met as by `restore`.
+        `like` is a state of the same model under any optimizer and strategy; its step, its
+        optimizer's state and all else stay as they are. So another run can begin with what this one
+        has learned. To compute with the model and not train it, an abstract `like` is enough: then
+        `state.model` can be used, and the step and the optimizer's state are abstract still.
+
+        Which parameters are frozen may differ. Where the checkpoint has workers that train apart,
+        their mean is read. A place in the data is not given back. Damage, and `release`, are as for
+        `restore`.
         """
         check.kind("restore_model", "like", like, State, "the `State` that `sl.init` makes")
+        release = check.boolean("restore_model", "release", release)
         return self._newest_good(
-            "restore_model", step, lambda candidate: self._reader.read_model(candidate, like)
+            "restore_model",
+            step,
+            lambda candidate: self._reader.read_model(candidate, like, release),
         )
 
     def _newest_good(

@@ -22,7 +22,7 @@ import jax
 
 from shardlib._tree import named_leaves
 from shardlib.step._saved_errors import from_saved, saved_like
-from shardlib.step._saved_model import model_alone, of_model, with_model
+from shardlib.step._saved_model import model_alone, of_model, parameters_of, with_model
 from shardlib.step._state import State
 from shardlib.train._checkpoint_failures import (
     MISSING,
@@ -105,29 +105,34 @@ class CheckpointReader:
         that devices need not hold two states. Raises an `UnreadableError` for a damaged checkpoint.
         """
         content = in_every_process(lambda: self.content(step))
-        state = self._read_state(step, like, content["leaves"], release)
+        state = self._read_state(step, like, content["leaves"], like if release else None)
         self._check_step(step, int(state.step))
-        return _restored(state, step, content)
+        data = of_this_process(content["processes"], step)
+        return Restored(state, step, data, content["about"])
 
-    def read_model(self, step: int, like: State) -> Restored:
+    def read_model(self, step: int, like: State, release: bool) -> Restored:
         """Read only what belongs to the model, and verify it; all else stays as `like` has it.
 
-        Raises an `UnreadableError` for a damaged checkpoint.
+        With `release`, the parameters of `like` are deleted as by `read`. Raises an
+        `UnreadableError` for a damaged checkpoint.
         """
         content = in_every_process(lambda: self.content(step))
         described = of_model(content["leaves"])
         alone = model_alone(like, described)
-        model = self._read_state(step, alone, described, release=False)
-        return _restored(with_model(like, model), step, content)
+        model = self._read_state(step, alone, described, parameters_of(like) if release else None)
+        # The place in the data is that of another run, perhaps of another number of processes.
+        return Restored(with_model(like, model), step, None, content["about"])
 
     def _read_state(
-        self, step: int, like: State, described: Mapping[str, Any], release: bool
+        self, step: int, like: State, described: Mapping[str, Any], released: Any
     ) -> State:
-        """The arrays of a checkpoint that are `described`, in the layout of `like`."""
+        """The arrays of a checkpoint that are `described`, in the layout of `like`.
+
+        The arrays of the tree `released` are deleted once it is seen that the checkpoint fits.
+        """
         stored_state, wanted = self._layout_to_read(step, like, described)
         abstract_like = jax.tree.map(_abstract, like)
-        if release:
-            _delete_arrays(like)
+        _delete_arrays(released)
         # Orbax does not write arrays without elements.
         to_read = {path: leaf for path, leaf in wanted.items() if leaf.size}
         arrays_read = in_every_process(lambda: self._read_arrays(step, to_read))
@@ -211,11 +216,6 @@ class CheckpointReader:
         )
 
 
-def _restored(state: State, step: int, content: Mapping[str, Any]) -> Restored:
-    """What was read, with what the checkpoint's description says besides."""
-    return Restored(state, step, of_this_process(content["processes"], step), content["about"])
-
-
 def _abstract(array: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and sharding of an array, without its values.
 
@@ -224,12 +224,12 @@ def _abstract(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
-def _delete_arrays(state: State) -> None:
-    """Delete a state's arrays from their devices, whoever else still refers to them.
+def _delete_arrays(tree: Any) -> None:
+    """Delete the arrays of a tree from their devices, whoever else still refers to them.
 
     Leaves of an abstract state are passed over.
     """
-    for leaf in jax.tree.leaves(state):
+    for leaf in jax.tree.leaves(tree):
         # One array may be two leaves, and is deleted once.
         if isinstance(leaf, jax.Array) and not leaf.is_deleted():
             leaf.delete()

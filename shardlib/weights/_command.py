@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,17 +63,15 @@ def _add_conversions(actions: argparse._SubParsersAction) -> None:
 
 def _import(arguments: argparse.Namespace) -> int:
     """Make a checkpoint of a published model."""
-    return _converted(
-        lambda: import_weights(arguments.source, Path(arguments.folder), arguments.model)
-    )
+    return _converted(lambda: import_weights(arguments.source, arguments.folder, arguments.model))
 
 
 def _export(arguments: argparse.Namespace) -> int:
     """Make safetensors of a checkpoint."""
     return _converted(
         lambda: export_weights(
-            Path(arguments.source),
-            Path(arguments.folder),
+            arguments.source,
+            arguments.folder,
             arguments.model,
             dtype=arguments.dtype,
             step=arguments.step,

@@ -10,7 +10,7 @@ and where its tensors go, is said by a function of the folder, such as `models/h
 """
 
 import json
-import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,8 @@ CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 # The files of a model besides its weights, by how their names end.
 _BESIDE = (".json", ".txt", ".model", ".jinja")
+# What a run has in its folder for itself.
+_OF_RUNS = ("run.json", "occupied.json", "failures.json")
 
 
 class Converted(NamedTuple):
@@ -47,55 +49,67 @@ class Converted(NamedTuple):
     - `step`: of the checkpoint.
     """
 
-    files: list[Path]
+    files: list[Any]
     numbers: int
     step: int
 
 
-def import_weights(source: str | Path, folder: Path, model: str) -> Converted:
+def import_weights(source: str, folder: str, model: str) -> Converted:
     """Write the weights of a published model as a checkpoint.
 
     Args:
         source: the folder of the model, or its name on the Hugging Face hub.
-        folder: for the checkpoint, in a folder of its own, and for the model's other files.
+        folder: for the checkpoint, in a folder of its own, and for the model's other files. It may
+            be in a bucket.
         model: `FILE.py:NAME`, a function of a folder that returns how to make the model, the table
             of its tensors, and perhaps what `config.json` is to be.
     """
-    source, folder = local_folder(source), folder.expanduser()
-    if (folder / CHECKPOINTS).exists():
-        raise ValueError(f"`{folder}` has checkpoints already. Name another folder.")
-    described = _described(source, model)
-    new = init(described.make_model, None, _strategy(described.make_model))
-    state = load(source, new, described.table, release=True)
-    with Checkpoints(folder / CHECKPOINTS) as checkpoints:
-        checkpoints.save(state, about={"imported": source.name})
-    _write_beside(source, folder, described.config)
-    return Converted([folder / CHECKPOINTS], _numbers(state), 0)
+    files = local_folder(source)
+    described = _described(files, model)
+    with Checkpoints(_checkpoints_in(folder)) as checkpoints:
+        if checkpoints.steps():
+            raise ValueError(f"`{folder}` has checkpoints already. Name another folder.")
+        new = init(described.make_model, None, _strategy(described.make_model))
+        state = load(files, new, described.table, release=True)
+        checkpoints.save(state, about={"imported": source})
+        checkpoints.wait()
+        _write(_beside(files) | _own_config(described), checkpoints.folder.parent)
+        return Converted([checkpoints.folder], _numbers(state), 0)
 
 
 def export_weights(
-    source: Path, folder: Path, model: str, *, dtype: Any = None, step: int | None = None
+    source: str, folder: str, model: str, *, dtype: Any = None, step: int | None = None
 ) -> Converted:
     """Write a checkpoint as safetensors, with the other files of the model.
 
     Args:
         source: the folder that has the checkpoints, in a folder of their own, and a configuration.
+            It may be in a bucket.
         folder: for the files.
         model: as for `import_weights`.
         dtype: of the tensors; by default that of the parameters.
         step: of the checkpoint; by default the newest.
     """
-    source, folder = source.expanduser(), folder.expanduser()
-    if not (source / CHECKPOINTS).is_dir():
-        raise ValueError(f"`{source}` has no folder `{CHECKPOINTS}`, in which a run has its own.")
-    described = _described(source, model)
-    make_model = described.make_model
-    like = init(make_model, None, _strategy(make_model), abstract=True)
-    with Checkpoints(source / CHECKPOINTS) as checkpoints:
+    target = local_folder(folder)
+    with Checkpoints(_checkpoints_in(source)) as checkpoints:
+        if not checkpoints.steps():
+            raise ValueError(f"`{source}` has no checkpoints, in a folder `{CHECKPOINTS}`.")
+        beside = _beside(checkpoints.folder.parent)
+        # The function reads a folder of this machine.
+        with tempfile.TemporaryDirectory() as copied:
+            _write(beside, Path(copied))
+            described = _described(Path(copied), model)
+        make_model = described.make_model
+        like = init(make_model, None, _strategy(make_model), abstract=True)
         restored = checkpoints.restore_model(like, step=step)
-    files = save(folder, restored.state, described.table, dtype=dtype)
-    _write_beside(source, folder, described.config)
+    files = save(target, restored.state, described.table, dtype=dtype)
+    _write(beside | _own_config(described), target)
     return Converted(files, _numbers(restored.state), restored.step)
+
+
+def _checkpoints_in(folder: str) -> str:
+    """The folder of checkpoints in that of a model, which may be in a bucket."""
+    return f"{folder.rstrip('/')}/{CHECKPOINTS}"
 
 
 class _Described(NamedTuple):
@@ -168,12 +182,28 @@ def _numbers(state: State) -> int:
     return sum(leaf.size for _, leaf in leaves)
 
 
-def _write_beside(source: Path, folder: Path, config: Mapping[str, Any] | None) -> None:
-    """Copy the files of a model besides its weights, and write its configuration."""
+def _beside(folder: Any) -> dict[str, bytes]:
+    """The files of a model besides its weights, by name: its configuration and its tokenizer.
+
+    The folder may be in a bucket, a path of `etils.epath`.
+    """
+    found: dict[str, bytes] = {}
+    for file in sorted(folder.iterdir()):
+        is_left_out = file.name in _OF_RUNS or file.name.endswith(".index.json")
+        if file.suffix in _BESIDE and not is_left_out and file.is_file():
+            found[file.name] = file.read_bytes()
+    return found
+
+
+def _own_config(described: _Described) -> dict[str, bytes]:
+    """The configuration that a function gives, as a file; nothing where it gives none."""
+    if described.config is None:
+        return {}
+    return {CONFIG: json.dumps(described.config, indent=2).encode()}
+
+
+def _write(files: Mapping[str, bytes], folder: Any) -> None:
+    """Write small files into a folder, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(source.iterdir()):
-        is_index = file.name.endswith(".index.json")
-        if file.suffix in _BESIDE and file.is_file() and not is_index:
-            shutil.copyfile(file, folder / file.name)
-    if config is not None:
-        (folder / CONFIG).write_text(json.dumps(config, indent=2))
+    for name, content in files.items():
+        (folder / name).write_bytes(content)

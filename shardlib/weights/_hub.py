@@ -10,6 +10,8 @@ _SCHEME = "hf:"
 _NAME = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 # Weights as safetensors, configurations, and the files of tokenizers; nothing that could be run.
 _FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+# Other forms of the same weights: in folders of their own, or as their authors train them.
+_NOT_FILES = ("*/*", "consolidated*")
 
 
 def local_folder(source: str | Path) -> Path:
@@ -24,6 +26,10 @@ def local_folder(source: str | Path) -> Path:
     >>> local_folder("runs/tiny")
     PosixPath('runs/tiny')
     """
+    if "://" in str(source):
+        raise ValueError(
+            f"`{source}` is no folder of this machine: copy the files to one, or mount the bucket."
+        )
     if not str(source).startswith(_SCHEME):
         return check.path(OP, "source", source, "a folder, or `hf:NAME/MODEL`").expanduser()
     found = _NAME.fullmatch(str(source))
@@ -42,10 +48,14 @@ def local_folder(source: str | Path) -> Path:
     try:
         return Path(
             snapshot_download(
-                found["repository"], revision=found["revision"], allow_patterns=list(_FILES)
+                found["repository"],
+                revision=found["revision"],
+                allow_patterns=list(_FILES),
+                ignore_patterns=list(_NOT_FILES),
             )
         )
     # The client has many kinds of errors, of the network and of permissions.
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        # What is wrong, a name or a license, is not in the first line.
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise OSError(f"`{source}` could not be downloaded: {reason}") from error

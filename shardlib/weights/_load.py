@@ -20,6 +20,7 @@ from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.step._precision import check_patterns
+from shardlib.step._saved_model import parameters_of
 from shardlib.step._state import State, combine
 from shardlib.weights._table import Rule, Table, rules_by_path
 from shardlib.weights._tensor_files import TensorFiles, is_floating, open_tensors
@@ -50,8 +51,9 @@ def load(
         keep: patterns that match the whole path of parameters which stay as they are: a new head,
             or the factors of LoRA, `(lora.PARAMETERS,)`. The table has no rules for them.
         release: whether the parameters of `like` are deleted from their devices, once it is seen
-            that the files fit, so that these need not hold them twice. `like` cannot be used after
-            it.
+            that the files fit, so that devices need not hold them twice. `like` cannot be used
+            after it. Where a pipeline stores layers in another order than the model, devices hold
+            both orders for a moment all the same.
 
     >>> import tempfile, shardlib as sl
     >>> folder, tree = tempfile.mkdtemp(), {"kernel": jnp.arange(6.0).reshape(2, 3)}
@@ -72,10 +74,11 @@ def load(
         _check_leaf(path, leaf)
     _check_tensors(files, table, rules, leaves)
     if release:
-        _release(like.params if isinstance(like, State) else like, leaves)
-        _release(like.frozen if isinstance(like, State) else (), leaves)
-        # These are others, where layers were put into another order.
         _release(parameters, leaves)
+        if isinstance(like, State):
+            # These are others, where layers were put into another order or workers have their own.
+            for tree in parameters_of(like):
+                _release(tree, leaves)
     total = sum(_bytes(leaf) for leaf in leaves.values())
     is_first = jax.process_index() == 0
     with Progress("weights", f"reading {files.name}", total, is_shown=is_first) as progress:

@@ -80,7 +80,7 @@ class TensorFiles:
         files = list(self.contents)
         if len(files) == 1 and files[0].name != SINGLE:
             return files[0].name
-        return files[0].resolve().parent.name if files else "no files"
+        return files[0].parent.resolve().name if files else "no files"
 
     def read(self, name: str) -> np.ndarray:
         """A tensor, as a view of its file."""
