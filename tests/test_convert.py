@@ -73,6 +73,39 @@ def test_published_files_become_a_checkpoint_and_are_the_same_again(published, t
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+def test_an_import_that_was_cut_off_is_done_again(published, tmp_path):
+    imported = tmp_path / "imported"
+    (imported / "checkpoints" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert main(["weights", "import", str(published), str(imported)]) == 0
+    assert main(["weights", "diff", str(published), str(published)]) == 0
+    assert (imported / "checkpoints" / "0").is_dir()
+
+
+def test_a_model_is_imported_and_exported_within_its_own_folder(published, capsys):
+    before = sl.weights.open_tensors(published)
+    kept = {name: np.array(before.read(name)) for name in before.tensors}
+    # What runs have in their folders is not the model's.
+    (published / "run.json").write_text("{}")
+    assert main(["weights", "import", str(published), str(published)]) == 0
+    assert main(["weights", "export", str(published), str(published)]) == 0
+    after = sl.weights.open_tensors(published)
+    assert after.tensors.keys() == kept.keys()
+    for name, tensor in kept.items():
+        np.testing.assert_array_equal(after.read(name), tensor)
+    elsewhere = published.parent / "elsewhere"
+    assert main(["weights", "export", str(published), str(elsewhere)]) == 0
+    assert not (elsewhere / "run.json").exists()
+
+
+def test_safetensors_are_in_folders_of_this_machine(published, capsys):
+    for arguments in (
+        ["import", "gs://bucket/model", "out"],
+        ["export", str(published), "gs://x/y"],
+    ):
+        assert main(["weights", *arguments]) == 2
+        assert "is no folder of this machine" in capsys.readouterr().err
+
+
 def test_an_export_has_the_dtype_and_the_step_that_were_asked_for(published, tmp_path, capsys):
     imported, exported = tmp_path / "imported", tmp_path / "exported"
     main(["weights", "import", str(published), str(imported)])
@@ -214,6 +247,10 @@ def test_names_may_have_another_prefix_and_images_are_left_out(tmp_path):
     jax.tree.map(
         np.testing.assert_array_equal, loaded, nnx.to_pure_dict(nnx.state(model, nnx.Param))
     )
+    (tmp_path / "config.json").write_text(json.dumps(said | {"quantization_config": {"bits": 4}}))
+    with pytest.raises(ValueError, match="`quantization_config`"):
+        hub.config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(said))
     # Only what reads images may be left over.
     renamed(tmp_path, "", another=np.zeros(3, "f"))
     with pytest.raises(ValueError, match="no parameter is made of, such as `another`"):

@@ -89,6 +89,7 @@ def as_saved(folder, state):
         ("workers", "stage 3"),
         ("stage 3", "workers"),
         ("workers", "other workers"),
+        ("workers", "workers"),
         ("server", "stage 3"),
         ("workers", "server"),
     ],
@@ -146,6 +147,29 @@ def test_an_abstract_state_is_enough_to_compute_with_a_model(tmp_path):
             model = nnx.view(one.model, deterministic=True, use_running_average=True)
             outputs.append(np.asarray(nnx.jit(model)(x)))
     np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("after", ["three axes", "workers"])
+def test_what_is_replaced_is_released_first(tmp_path, after):
+    old, new = used("stage 3"), start(after, seed=1)
+    with as_saved(tmp_path, old) as checkpoints:
+        wider = start(after, seed=1, width=12)
+        with pytest.raises(ValueError, match="of another model"):
+            checkpoints.restore_model(wider, release=True)
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(wider))
+        state = checkpoints.restore_model(new, release=True).state
+    own = new.workers.params if new.workers else ()
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((new.params, new.frozen, own)))
+    assert_same(state.weights, old.weights)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_a_model_may_be_a_single_array(tmp_path):
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    old = sl.init(lambda: jnp.arange(8.0), optax.adam(1e-3), strategy)
+    with as_saved(tmp_path, old) as checkpoints:
+        new = sl.init(lambda: jnp.zeros(8), optax.sgd(1e-3), strategy)
+        assert_same(checkpoints.restore_model(new).state.params, jnp.arange(8.0))
 
 
 def test_parameters_are_cast(tmp_path):
