@@ -18,8 +18,6 @@ deletes; an exchange of empty texts, `gather_texts("")`, makes the others wait f
 """
 
 import contextlib
-import dataclasses
-import json
 import logging
 import os
 import threading
@@ -52,8 +50,8 @@ from shardlib.train._checkpoint_folders import (
     remove_unfinished,
     rename_aside,
 )
-from shardlib.train._checkpoint_reading import FORMAT, CheckpointReader, Restored
-from shardlib.train._contents import arrays_of, describe_leaves, digests, nested, sealed
+from shardlib.train._checkpoint_reading import CheckpointReader, Restored
+from shardlib.train._contents import arrays_of, check_json, describe, nested, sealed
 from shardlib.train._folder import Occupied
 
 # The loggers to which Orbax, and what it is made of, writes.
@@ -171,7 +169,7 @@ class Checkpoints:
             "a mapping from names to what JSON can hold",
             optional=True,
         )
-        _check_json(data, about)
+        check_json(data, about)
         # Whether the folder is still this run's is agreed on before anything is written to it.
         self._occupied.check_together()
         self.wait()
@@ -181,7 +179,7 @@ class Checkpoints:
             self._writes = True
         state = saved(state)
         step, arrays = int(state.step), arrays_of(state)
-        description = sealed(_describe(state, step, arrays, data, about))
+        description = sealed(describe(state, step, arrays, data, about))
         self._check_room(step, sum(leaf.nbytes for leaf in arrays.values()))
         # Orbax does not write arrays without elements.
         written = nested({path: leaf for path, leaf in arrays.items() if leaf.size})
@@ -475,46 +473,3 @@ class Checkpoints:
         self._occupied.check()
         remove_late_writes(self.folder)
         self._manager.reload()  # which had counted it among the others
-
-
-def _check_json(data: Any, about: Mapping[str, Any] | None) -> None:
-    """Refuse at once what could not be written as JSON later, in another thread."""
-    try:
-        json.dumps([data, dict(about or {})])
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            "`save(data=..., about=...)` go into checkpoints as JSON, which cannot hold them: "
-            f"{error}."
-        ) from error
-
-
-def _describe(
-    state: State,
-    step: int,
-    arrays: Mapping[str, Any],
-    data: Any,
-    about: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """What a checkpoint says of itself, as JSON holds it.
-
-    Args:
-        state: what is saved, in the form in which checkpoints have it.
-        step: the number of steps it has taken.
-        arrays: the arrays of the state by path.
-        data: this process's place in the data; those of the others are gathered here.
-        about: what the run says of itself.
-    """
-    leaves = describe_leaves(state, arrays, digests(arrays))
-    # The strategy is written for people to read: a state is restored under whichever is in force.
-    strategy = state.layout.strategy
-    options = {}
-    for field in dataclasses.fields(strategy):
-        options[field.name] = repr(getattr(strategy, field.name))
-    return {
-        "format": FORMAT,
-        "step": step,
-        "leaves": leaves,
-        "strategy": options,
-        "processes": [json.loads(text) for text in gather_texts(json.dumps(data))],
-        "about": dict(about or {}),
-    }

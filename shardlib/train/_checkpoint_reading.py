@@ -33,6 +33,7 @@ from shardlib.train._checkpoint_failures import (
     of_this_process,
 )
 from shardlib.train._contents import (
+    FORMAT,
     arrays_of,
     as_leaf,
     at,
@@ -43,8 +44,6 @@ from shardlib.train._contents import (
     unsealed,
 )
 
-# The layout of a checkpoint's description; a version reads only the format that it writes.
-FORMAT = 1
 # How many arrays with changed bits an error lists by name.
 _MOST_LISTED = 3
 

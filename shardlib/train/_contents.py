@@ -9,6 +9,7 @@ state's keys of random numbers are saved as the words they are made of, since a 
 for them.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -21,9 +22,12 @@ from jax import lax
 
 from shardlib._tree import named_leaves
 from shardlib.layouts._host import to_device
+from shardlib.machine._agreement import gather_texts
 from shardlib.modeling._random import is_key, scrambled
 from shardlib.step._state import State
 
+# The layout of a checkpoint's description; a version reads only the format that it writes.
+FORMAT = 1
 # Odd factors of an element's index along even and odd dims, which tell positions apart.
 _POSITION_FACTORS = (0x9E3779B1, 0x85EBCA77)
 
@@ -121,6 +125,49 @@ def as_leaf(like: Any, words: Any, array: Any) -> Any:
     implementations: list[Any] = []
     jax.eval_shape(lambda keys: implementations.append(jax.random.key_impl(keys)), like)
     return jax.random.wrap_key_data(array, impl=implementations[0])
+
+
+def check_json(data: Any, about: Mapping[str, Any] | None) -> None:
+    """Refuse at once what could not be written as JSON later, in another thread."""
+    try:
+        json.dumps([data, dict(about or {})])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            "`save(data=..., about=...)` go into checkpoints as JSON, which cannot hold them: "
+            f"{error}."
+        ) from error
+
+
+def describe(
+    state: State,
+    step: int,
+    arrays: Mapping[str, Any],
+    data: Any,
+    about: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What a checkpoint says of itself, as JSON holds it.
+
+    Args:
+        state: what is saved, in the form in which checkpoints have it.
+        step: the number of steps it has taken.
+        arrays: the arrays of the state by path.
+        data: this process's place in the data; those of the others are gathered here.
+        about: what the run says of itself.
+    """
+    leaves = describe_leaves(state, arrays, digests(arrays))
+    # The strategy is written for people to read: a state is restored under whichever is in force.
+    strategy = state.layout.strategy
+    options = {}
+    for field in dataclasses.fields(strategy):
+        options[field.name] = repr(getattr(strategy, field.name))
+    return {
+        "format": FORMAT,
+        "step": step,
+        "leaves": leaves,
+        "strategy": options,
+        "processes": [json.loads(text) for text in gather_texts(json.dumps(data))],
+        "about": dict(about or {}),
+    }
 
 
 def describe_leaves(
