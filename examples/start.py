@@ -120,9 +120,8 @@ def restored(source: str, strategy: sl.Strategy, step: int | None = None) -> tup
         if step is not None:
             raise ValueError(f"`{source}` has no checkpoints, and so none of step {step}.")
         state = sl.init(make, None, strategy, seed=run.seed)
-        return sl.weights.load(
-            folder, state, hub.table_in(folder, config), release=True
-        ).model, None
+        table = hub.table_in(folder, config)
+        return sl.weights.load(folder, state, table, release=True).model, None
     like = sl.init(make, None, strategy, seed=run.seed, abstract=True)
     with sl.Checkpoints(folder / "checkpoints") as checkpoints:
         found = checkpoints.restore_model(like, step=step)

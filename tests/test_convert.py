@@ -77,8 +77,8 @@ def test_an_import_that_was_cut_off_is_done_again(published, tmp_path):
     imported = tmp_path / "imported"
     (imported / "checkpoints" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
     assert main(["weights", "import", str(published), str(imported)]) == 0
-    assert main(["weights", "diff", str(published), str(published)]) == 0
-    assert (imported / "checkpoints" / "0").is_dir()
+    assert main(["weights", "export", str(imported), str(tmp_path / "exported")]) == 0
+    assert main(["weights", "diff", str(published), str(tmp_path / "exported")]) == 0
 
 
 def test_a_model_is_imported_and_exported_within_its_own_folder(published, capsys):
@@ -157,6 +157,8 @@ def test_a_model_of_ones_own_is_converted_by_its_own_table(tmp_path, monkeypatch
         assert not (tmp_path / "other").exists()
     assert main(["weights", "export", "theirs", "again", *mine]) == 2
     assert "has no checkpoints, in a folder `checkpoints`" in capsys.readouterr().err
+    assert main(["weights", "export", "nowhere", "again", *mine]) == 2
+    assert not (tmp_path / "nowhere").exists() and not (tmp_path / "theirs/checkpoints").exists()
 
 
 def test_models_of_the_hub_are_downloaded_once_asked_for(published, monkeypatch):

@@ -96,10 +96,10 @@ def with_model(state: State, model: State) -> State:
     )
     if state.workers is None:
         return changed.replaced(rest=model.rest)
-    return changed.replaced(workers=_given(state, state.workers, params, model.rest))
+    return changed.replaced(workers=_workers_with(state, state.workers, params, model.rest))
 
 
-def _given(state: State, workers: Workers, params: Any, rest: Any) -> Workers:
+def _workers_with(state: State, workers: Workers, params: Any, rest: Any) -> Workers:
     """Workers that all begin with one model."""
     count = state.layout.workers
     shardings: Any = state_shardings(state).workers

@@ -45,17 +45,19 @@ def _add_conversions(actions: argparse._SubParsersAction) -> None:
         "epilog": _EXAMPLE,
         "formatter_class": argparse.RawDescriptionHelpFormatter,
     }
-    taken = actions.add_parser("import", help="make a checkpoint of a published model", **options)
-    taken.add_argument("source", help="its folder, or hf:NAME/MODEL of the Hugging Face hub")
-    taken.add_argument("folder", help="for the checkpoint, the configuration and the tokenizer")
-    taken.set_defaults(run=_import)
-    given = actions.add_parser("export", help="make safetensors of a checkpoint", **options)
-    given.add_argument("source", help=f"a folder with `{CHECKPOINTS}` and a configuration")
-    given.add_argument("folder", help="for the files")
-    given.add_argument("--dtype", help="of the tensors; by default that of the parameters")
-    given.add_argument("--step", type=int, help="of the checkpoint; by default the newest")
-    given.set_defaults(run=_export)
-    for parser in (taken, given):
+    importing = actions.add_parser(
+        "import", help="make a checkpoint of a published model", **options
+    )
+    importing.add_argument("source", help="its folder, or hf:NAME/MODEL of the Hugging Face hub")
+    importing.add_argument("folder", help="for the checkpoint, the configuration and the tokenizer")
+    importing.set_defaults(run=_import)
+    exporting = actions.add_parser("export", help="make safetensors of a checkpoint", **options)
+    exporting.add_argument("source", help=f"a folder with `{CHECKPOINTS}` and a configuration")
+    exporting.add_argument("folder", help="for the files")
+    exporting.add_argument("--dtype", help="of the tensors; by default that of the parameters")
+    exporting.add_argument("--step", type=int, help="of the checkpoint; by default the newest")
+    exporting.set_defaults(run=_export)
+    for parser in (importing, exporting):
         parser.add_argument(
             "--model", metavar="WHAT", default=_MODELS, help=f"by default {_MODELS}, in a clone"
         )
@@ -113,10 +115,8 @@ def _show(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     """Say in which tensors two models differ; the exit code is 1 if they do."""
     try:
-        one, other = (
-            open_tensors(local_folder(arguments.path)),
-            open_tensors(local_folder(arguments.other)),
-        )
+        one = open_tensors(local_folder(arguments.path))
+        other = open_tensors(local_folder(arguments.other))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

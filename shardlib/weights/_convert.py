@@ -91,6 +91,9 @@ def export_weights(
         step: of the checkpoint; by default the newest.
     """
     target = local_folder(folder)
+    # What is not there would be made by looking into it; of a bucket that is no folder.
+    if "://" not in source and not Path(_checkpoints_in(source)).expanduser().is_dir():
+        raise ValueError(f"`{source}` has no checkpoints, in a folder `{CHECKPOINTS}`.")
     with Checkpoints(_checkpoints_in(source)) as checkpoints:
         if not checkpoints.steps():
             raise ValueError(f"`{source}` has no checkpoints, in a folder `{CHECKPOINTS}`.")
@@ -142,15 +145,14 @@ def _described(folder: Path, model: str) -> _Described:
     if not folder.is_dir():
         raise ValueError(f"There is no folder `{folder}`.")
     said: Any = describe(folder)
-    if not isinstance(said, tuple) or len(said) not in (2, 3):
-        said = (said, None)
-    described = _Described(*said)
-    if not callable(described.make_model) or not isinstance(described.table, Table):
-        raise ValueError(
-            f"`--model {model}` is to return a function that makes a model, a "
-            "`sl.weights.Table`, and perhaps what `config.json` is to be."
-        )
-    return described
+    if isinstance(said, tuple) and len(said) in (2, 3):
+        described = _Described(*said)
+        if callable(described.make_model) and isinstance(described.table, Table):
+            return described
+    raise ValueError(
+        f"`--model {model}` is to return a function that makes a model, a `sl.weights.Table`, and "
+        "perhaps what `config.json` is to be."
+    )
 
 
 def _strategy(make_model: Callable[[], Any]) -> Strategy:
