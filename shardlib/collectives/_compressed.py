@@ -397,17 +397,27 @@ def check_codec(name: str, codec: Any) -> None:
 
 
 def manual_axes(name: str, argument: str, axis: Any) -> tuple[str, ...]:
-    """The axes that an argument names, checked to be manual in the surrounding `shard_map`.
+    """The axes that an argument names, checked to be of the surrounding `shard_map` or `vmap`.
 
-    `name` and `argument` are the function and the argument that an error speaks of.
+    `name` and `argument` are the function and the argument that an error speaks of. Under
+    `jax.vmap(..., axis_name="data")` one device computes what several would.
     """
     takes = "an axis of the surrounding `shard_map`, or a tuple of several"
     if not isinstance(axis, str):
         check.texts(name, argument, axis, takes)
     manual, axes = jax.sharding.get_abstract_mesh().manual_axes, as_tuple(axis)
-    if not set(axes).issubset(manual) or len(set(axes)) < len(axes):
+    if not all(map(_is_bound, axes)) or len(set(axes)) < len(axes):
         raise check.refusal(name, argument, axis, f"{takes}, each once; it is manual over {manual}")
     return axes
+
+
+def _is_bound(axis: str) -> bool:
+    """Whether collectives may go over an axis here."""
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
 
 
 def _axes_of_both(name: str, axis: Any, shared: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
