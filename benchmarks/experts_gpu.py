@@ -101,7 +101,7 @@ def of_variant(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     if chip := chip_of(device.device_kind):
         found["mfu"] = rate * config.training_flops_per_token / chip.flops["bf16"]
     found["peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    for name in ("dropped", "load", "rounds"):
+    for name in ("dropped", "rounds"):
         if name in metrics:
             found[name] = metrics[name].item()
     return found
