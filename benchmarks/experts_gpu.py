@@ -1,15 +1,15 @@
 """Training with experts on one GPU, over a dense model of as many products.
 
-A decoder of six layers with eight experts each, of which a token meets two, of the widths of a
-model of a billion parameters: its experts hold three quarters of what a card's memory can train.
+A decoder of six layers with eight experts each, of which a token meets two, as wide as a model of a
+billion parameters. It has 1.8 billion.
 
 - `dropless`: nothing is dropped, by grouped products.
 - `capacity`: an expert has room for 1.25 times its share, and what is more is dropped.
 - `dense`: no experts, and an MLP as wide as the two.
 
 Each is trained on the same random tokens, as `benchmarks.train_gpu` trains, in a process of its
-own. `over_dense` is its tokens a second over those of the dense model, which has an eighth of the
-experts' optimizer state to update; `mfu` is what the products take over the card's published peak.
+own. `..._over_dense` is its tokens a second over those of the dense model, which has a quarter of
+the experts' parameters to update. `mfu` is what products take, over the card's published peak.
 
     python -m benchmarks.experts_gpu --json
     python -m benchmarks.experts_gpu --tiny     # to try the path on a CPU; the figures mean nothing

@@ -342,6 +342,38 @@ def test_break_even_prints_without_a_memory_bandwidth():
     assert str(pays).endswith("times as fast, and faster whatever the network")
 
 
+def test_compressed_mean_under_vmap_is_that_of_devices():
+    mesh = sl.make_mesh("data=4", devices=jax.devices()[:4])
+    x = normal(4, 3000)
+
+    def mean(x):
+        errors = sl.collectives.no_errors(x, "data")
+        return sl.collectives.pmean(x, "data", Signs(), errors)
+
+    def of_row(x):
+        return jax.tree.map(lambda y: y[None], mean(x[0]))
+
+    found = jax.jit(jax.vmap(mean, axis_name="data"))(x)
+    expected = on(mesh, of_row, P("data"), out=P("data"))(x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="takes an axis of the surrounding"):
+        jax.vmap(mean, axis_name="pod")(x)
+
+
+def test_break_even_counts_what_packing_takes():
+    of = dict(parameters=1e6, workers=4, bandwidth=float("inf"), memory_bandwidth=1e9, width=1000)
+    c = sl.collectives
+    seconds = {}
+    for exchange in (c.OneBit("pod"), c.OneBit("pod", feedback=False), c.TopK("pod"), sl.Exact()):
+        seconds[exchange] = sl.break_even(**of, exchange=exchange).compressed_seconds
+    kept, dropped, largest, exact = seconds.values()
+    assert exact == 0
+    assert 0 < dropped < kept < largest
+    apart = sl.break_even(**of, exchange=c.LocalSGD("pod", every=10)).compressed_seconds
+    assert apart == pytest.approx(1e6 * 24 / 1e9 / 10)
+
+
 def test_break_even_counts_what_each_exchange_sends():
     of = dict(parameters=8e6, workers=4, shards=2, bandwidth=1e9, memory_bandwidth=1e12)
     exact = 2 * 4 * 4e6 * 3 / 4

@@ -22,14 +22,14 @@ from shardlib.collectives._server import ParameterServer
 from shardlib.optimizers._local import Apart, Local
 from shardlib.optimizers._rounds import rounds_of
 
-# Bytes of its memory that a device reads and writes for each number that it sends in bits, and not
-# for an exact sum: what the compiler of TPU v5e counts for `pmean` with errors and a mask. It is an
-# upper bound, part of which stays on the chip.
-PACKED_BYTES = 150.0
-# The same for factors and for the largest elements, by the arrays that are read and written once
-# each: gradient and error, their sum three times, the mean, and the error that is left.
-FEEDBACK_BYTES = 32.0
-# The same for a meeting: own parameters, center and momentum, each read and written.
+# Bytes of its memory that a device could read and write while it packs and unpacks a number, by
+# the seconds that an H200 takes for it: `benchmarks.packing`.
+CODE_BYTES = 17.0  # as a code, sent to a server and back
+ERROR_BYTES = 17.0  # what codes leave out, where it is kept
+FACTOR_BYTES = 50.0  # as a part of a product of factors
+# Among which the largest are found. A GPU sorts all of them; a TPU takes a pass.
+LARGEST_BYTES = 200.0
+# Bytes of a meeting: own parameters, center and momentum, each read and written.
 MEETING_BYTES = 24.0
 
 
@@ -98,7 +98,8 @@ def break_even(
             products take `6 * parameters * tokens` FLOPs.
         exchange: how gradients are sent, or moves of workers that train apart; by default in one
             bit. Its axis does not matter.
-        memory_bandwidth: bytes per second of a device's memory; by default packing costs nothing.
+        memory_bandwidth: bytes per second of a device's memory, from which the time follows that
+            packing takes, as measured on a GPU; by default packing costs nothing.
         itemsize: bytes of each number in an exact sum.
         width: how many rows and columns matrices have, for factors of them.
         optimizer: one that says itself what is sent in each step, `sl.optimizers.zero_one_adam`:
@@ -108,8 +109,8 @@ def break_even(
     >>> import shardlib as sl
     >>> of = dict(parameters=1e9, workers=8, shards=8, bandwidth=3e9, memory_bandwidth=8e11)
     >>> print(break_even(**of))
-    0.0 ms to compute; exchanged in 291.7 ms exactly, 32.7 ms compressed: 8.92 times as fast,
-    and faster below 33.7 GiB/s
+    0.0 ms to compute; exchanged in 291.7 ms exactly, 14.6 ms compressed: 20.02 times as fast,
+    and faster below 148.5 GiB/s
     >>> apart = break_even(**of, exchange=sl.collectives.DiLoCo("pod", every=500))
     >>> apart.most_bytes / apart.sent_bytes
     500.0
@@ -207,10 +208,11 @@ def _cost(
             return _Cost(_summed(elements, workers, itemsize), 0.0)
         case Compressed():
             sent = pmean_bytes(elements, workers, exchange.codec)
-            return _Cost(sent, PACKED_BYTES * elements)
+            packed = CODE_BYTES + ERROR_BYTES * exchange.feedback
+            return _Cost(sent, packed * elements)
         case TopK():
             sent = (workers - 1) * 8 * exchange.count(elements)
-            return _Cost(sent, FEEDBACK_BYTES * elements)
+            return _Cost(sent, LARGEST_BYTES * elements)
         case PowerSGD():
             if width is None:
                 raise ValueError(
@@ -219,7 +221,7 @@ def _cost(
                 )
             # Factors are float32 whatever gradients are.
             sent = _summed(elements * 2 * exchange.rank / width, workers, 4)
-            return _Cost(sent, FEEDBACK_BYTES * elements)
+            return _Cost(sent, FACTOR_BYTES * elements)
     raise ValueError(
         f"`break_even(exchange={exchange})`: of this exchange it is not known what it sends. A "
         "plan of a step reads that off the compiled program: `sl.plan`."
