@@ -123,8 +123,11 @@ class MoEConfig(gpt.GPTConfig):
         """
         found, blocks = super()._forward_flops, self.expert_blocks
         matrices = 3 if self.gated else 2
-        met = self.router.choices + (self.shared_experts or 0)
-        expert = matrices * self.of_experts.dims["mlp"] * met + self.experts
+        met: float = self.router.choices
+        if isinstance(self.router, sl.experts.ExpertChoice):
+            met = self.router.capacity  # on average
+        met += self.shared_experts or 0
+        expert = round(matrices * self.of_experts.dims["mlp"] * met) + self.experts
         found["mlp"] = found["mlp"] * (self.layers - blocks) // self.layers
         found["experts"] = 2 * blocks * self.context * self.width * expert
         return found

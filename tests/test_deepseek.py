@@ -78,6 +78,12 @@ def test_training_flops_are_six_per_weight_a_token_meets_plus_attention(config):
     assert config.training_flops_per_token == pytest.approx(expected, rel=0.001) or config is TINY
 
 
+def test_training_flops_of_experts_that_choose_are_those_of_the_experts_of_a_mean_token():
+    tokens_choose = replace(TINY, router=sl.experts.TopK(2), balance_bias=False)
+    experts_choose = replace(tokens_choose, router=sl.experts.ExpertChoice(2.0))
+    assert experts_choose.training_flops_per_token == tokens_choose.training_flops_per_token
+
+
 def test_optimizers_are_told_which_dims_count_layers_and_experts():
     found = {path: moe.stacked(path, None) for path in parameters(TINY)}
     assert found["dense/mlp/up/kernel"] == found["blocks/expert/shared/up/kernel"] == 1

@@ -96,6 +96,23 @@ def test_products_in_bfloat16_are_rounded_once(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "ragged_dot"])
+def test_products_in_float64_are_not_rounded_to_float32(implementation):
+    with jax.enable_x64(True):
+        x, w = np.float64(drawn(130, 24)) / 3, np.float64(drawn(2, 24, 40, seed=1)) / 3
+        gradient, sizes = np.float64(drawn(130, 40, seed=2)) / 3, (100, 20)
+
+        def product(x, w):
+            return grouped_matmul(x, w, jnp.array(sizes), implementation=implementation)
+
+        y, back = jax.vjp(product, jnp.array(x), jnp.array(w))
+        found = (y, *back(jnp.array(gradient)))
+    expected = (by_hand(x, w, sizes), *gradients_by_hand(x, w, sizes, gradient))
+    for one, exact in zip(found, expected, strict=True):
+        assert one.dtype == jnp.float64
+        np.testing.assert_allclose(one, exact, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "ragged_dot"])
 def test_sizes_may_be_small_integers(implementation):
     x, w, sizes = drawn(300, 8), drawn(3, 8, 4, seed=1), (100, 120, 70)
     y = grouped_matmul(x, w, jnp.array(sizes, "uint8"), implementation=implementation)

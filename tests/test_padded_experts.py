@@ -92,6 +92,25 @@ def test_a_model_of_experts_that_the_axis_does_not_divide_trains():
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+@pytest.mark.long
+def test_a_checkpoint_goes_to_other_meshes_and_not_to_other_padding(tmp_path):
+    def state_of(stored, mesh, seed=1):
+        config = decoder.tiny(experts=6, padded_to=stored)
+        strategy = sl.Strategy(mesh=mesh_of(mesh), rules=RULES)
+        model = lambda: decoder.MoE(config, rngs=nnx.Rngs(seed))
+        return sl.init(model, optax.sgd(0.5, momentum=0.9), strategy)
+
+    state = state_of(8, "data=4", seed=0)
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        found = checkpoints.restore(state_of(8, "data=2")).state
+        with pytest.raises(ValueError, match=r"`params/blocks/expert/mlp/up` is .*\[1,8,64,256\]"):
+            checkpoints.restore(state_of(6, "data=2"))
+    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(found.params), strict=True)
+    for own, restored in pairs:
+        np.testing.assert_array_equal(own, restored)
+
+
 @pytest.mark.parametrize(
     ("padded_to", "weights", "message"),
     [
