@@ -1,4 +1,5 @@
-"""Layers of experts: tokens are routed to a few of many, which are on different devices."""
+"""Mixture-of-experts layers with expert parallelism: `moe` with a fixed capacity, `dropless` without
+dropped tokens, and routers."""
 
 from shardlib.experts._bias import balanced as balanced
 from shardlib.experts._dispatch import Form as Form

@@ -20,7 +20,7 @@ from shardlib.modeling._batch import WeightedMean
 class MoEStats:
     """Statistics of a layer of experts: sums over local tokens, with what to divide them by.
 
-    - `balance`: the router's loss of uneven load, a mean over groups.
+    - `balance`: the router's load-balancing (auxiliary) loss, a mean over groups.
     - `z`: the square of the logarithm of the softmax's sum, a mean over tokens.
     - `load`: by expert, the choices that want it, in even shares: 1 each where all are wanted
       alike.

@@ -1,4 +1,7 @@
-"""What a training step spends its bytes on, at the speed of the memory or of the matrix unit.
+"""Fused ops for training: attention, softmax, norms, a head with its cross-entropy, GLU, RoPE and
+grouped products.
+
+Most have a reference in plain JAX and kernels for TPUs and GPUs; `explain` says which runs.
 
 Each op is one public function, one readable reference and a kernel for each kind of machine, and
 runs on each device's own shard from the names of its arrays' dims.

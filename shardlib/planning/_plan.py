@@ -237,7 +237,7 @@ def plan(
     In the folder `cache`, if there is one, what the compiler says of a step of `sl.train_step` is
     kept; the same step is not compiled for the same machine again.
 
-    Where the step does not fit, up to five more programs are compiled to say what its blocks may
+    Where the step does not fit, up to four more programs are compiled to say what its blocks may
     keep, with a line on standard error for each.
 
     >>> import jax, jax.numpy as jnp, optax, shardlib as sl
