@@ -176,6 +176,9 @@ class Integers:
 
     The largest number of a block becomes the largest integer.
 
+    - `bits`: 8 or 4.
+    - `block`: how many numbers share a scale, an even number.
+
     >>> row = jnp.array([[0.0, 1.0, -7.0, 3.4]])
     >>> Integers(4).decode(Integers(4).encode(row).code,
     ...     4).tolist(), Integers(4).size(1024), Integers(8).size(1024)

@@ -174,7 +174,8 @@ class OneBit(Compressed):
 
     What is sent are momenta under `onebit_adam`, and gradients under other optimizers: with
     `optax.sgd` that is SGD with error compensation, and without `feedback` and with
-    `optax.sign_sgd` the majority vote of signSGD.
+    `optax.sign_sgd` the majority vote of signSGD, weighted by the scales of
+    workers.
 
     - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
     - `feedback`: what compression takes from a message is added to the next. It is kept in the
@@ -200,8 +201,18 @@ class OneBit(Compressed):
 class Quantised(Compressed):
     """Integers of eight or four bits, with a scale for each block.
 
-    - `axis`, `feedback`, `exact`: those of `OneBit`; there is feedback only where it is asked for.
-    - `bits`, `block`: of integers, see `Integers`.
+    - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
+    - `feedback`: what rounding takes from a message is added to the next, kept in the state,
+      `State.errors`; by default it is lost.
+    - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these
+      axes too.
+    - `bits`: 8 or 4.
+    - `block`: how many numbers share a scale, an even number.
+
+    It works with any optimizer.
+
+    >>> Quantised("pod", bits=4).codec
+    Integers(bits=4, block=256)
     """
 
     feedback: bool = False

@@ -51,7 +51,8 @@ _PASSES = 2
 class PowerSGD(Lossy):
     """Matrices as products of factors of a low rank, with what they leave out sent later.
 
-    It goes in front of any optimizer.
+    It works with any optimizer of optax. Those that say themselves what is sent, such as
+    `onebit_adam`, need `OneBit` or `Quantised`.
 
     - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
     - `rank`: how many columns the factors have, of matrices that `ranks` does not name.

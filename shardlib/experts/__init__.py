@@ -1,5 +1,6 @@
-"""Mixture-of-experts layers with expert parallelism: `moe` with a fixed capacity, `dropless` without
-dropped tokens, and routers."""
+"""Mixture-of-experts layers with expert parallelism: `moe` with a fixed capacity, `dropless`, which
+drops no token, and routers.
+"""
 
 from shardlib.experts._bias import balanced as balanced
 from shardlib.experts._dispatch import Form as Form

@@ -62,7 +62,9 @@ def onebit_lamb(
     Its variance, and the ratios by which it scales the steps of parameters, are frozen from that
     step on.
 
-    - `freeze`, `steps`: as `onebit_adam` has them.
+    - `freeze`: when the variance is frozen: a step, a part of the run, or "auto", when the norm of
+      the variance hardly changes and the learning rate has stopped rising.
+    - `steps`: the length of the run, of which `freeze` may be a part. `sl.fit` says it.
     - `b1`, `b2`, `eps`, `weight_decay`, `mask`: those of `optax.lamb`, which it is until the freeze
       as long as no ratio meets a bound.
     - `ratios`: the least and the largest ratio of a parameter's norm over that of its step.

@@ -82,7 +82,7 @@ def zero_one_adam(
 
     It goes with `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Workers have
     parameters of their own, `State.workers`; an evaluation is of their mean. Elements whose
-    averaged gradient was always zero have no variance to divide by, and do not move.
+    averaged gradient was always zero have no variance to divide by: weight decay alone moves them.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data,

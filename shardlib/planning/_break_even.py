@@ -35,9 +35,13 @@ MEETING_BYTES = 24.0
 
 @dataclass(frozen=True)
 class BreakEven(Shown):
-    """Seconds of a step and its exchange, exact and compressed, as means over steps.
+    """What `break_even` has found of a step, as a mean over steps.
 
-    With them the bandwidth at which the two are equal.
+    - `compute_seconds`: of the step without its exchange.
+    - `exact_seconds`, `compressed_seconds`: of an exact sum, and of the exchange that was asked
+      about, with packing.
+    - `bandwidth`: bytes per second of a device below which the latter is faster; 0 if it never is.
+    - `sent_bytes`: what a device sends in a step, and `most_bytes` in one that sends most.
     """
 
     compute_seconds: float
