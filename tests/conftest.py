@@ -41,6 +41,8 @@ def pytest_configure(config):
         [
             "--xla_backend_optimization_level=0",
             "--xla_llvm_disable_expensive_passes=true",
+            # Each test process has a core: parts of a program in threads of their own are no gain.
+            "--xla_cpu_parallel_codegen_split_count=1",
             # Unknown later.
             *["--xla_cpu_use_fusion_emitters=false"]
             * importlib.metadata.version("jaxlib").startswith("0.10."),
