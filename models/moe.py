@@ -28,21 +28,21 @@ DEEPSEEK_ROUTER = sl.experts.SigmoidTopK(8, scale=2.5, groups=8, groups_taken=4)
 class MoEConfig(gpt.GPTConfig):
     """What the model is: `GPTConfig`, whose `mlp` is that of an expert too, and
 
-    - `experts`: how many there are in each block that has them.
-    - `padded_to`: so many experts have weights, and nobody chooses those at the end: for an axis
-      that does not divide `experts`.
+    - `experts`: how many there are in each block that has them; `router`: which of them a token
+      goes to, `TopK(2)` by default.
+    - `padded_to`: how many experts have weights, for an axis that does not divide `experts`. Nobody
+      chooses those at the end.
     - `expert_hidden`: the inner width of an expert; by default `hidden`, that of other MLPs.
-    - `shared_experts`: beside the experts there is an MLP as large as so many, for every token.
-    - `dense_layers`: so many blocks without experts come first, in a loop of their own.
+    - `shared_experts`: how many experts every token meets besides, as one MLP of their width.
+    - `dense_layers`: how many blocks without experts come first, in a loop of their own.
     - `balance_bias`: the router has a bias for each expert, which evens the load: train it with
       `sl.experts.balanced(optimizer)`.
-    - `router`: which of them a token goes to.
-    - `every`: each so many-th block has experts.
-    - `group`: so many consecutive tokens share the places of the experts; by default a sequence.
+    - `every`: one block of so many has experts, the last of them; by default all have.
+    - `group`: how many consecutive tokens share the places of the experts; by default a sequence.
     - `form`: `"dropless"` sends each token to all of its experts, see `sl.experts.dropless`;
       `"scatter"` and `"einsum"` give an expert so many places, see `sl.experts.moe`. By default
       nothing is dropped where the router has no capacity.
-    - `balance`, `z`: by what the router's losses of uneven load and of large logits are multiplied.
+    - `balance`, `z`: coefficients of the load-balancing loss and of the router's z-loss.
     """
 
     experts: int = 8

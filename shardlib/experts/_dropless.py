@@ -71,7 +71,8 @@ class DroplessOptions(TypedDict, total=False):
 
     - `group`: so many consecutive tokens are balanced by the router's loss; by default those of one
       example.
-    - `buffer`: how many times the rows of an even load a device has room for, in one round.
+    - `buffer`: how many times the rows of an even load a device has room for, in the first round.
+      More takes memory, and less takes further rounds more often.
     - `sending`: `"ragged"`, the default on TPUs, sends the rows that there are; `"dense"`, the
       default elsewhere, equally many between all devices. The results are equal.
     - `across`: axes of the experts over which a token is sent once to all experts of a node, and

@@ -1,5 +1,5 @@
-"""What a machine will do with a step, without the machine: targets, the compilers, and what their
-programs say.
+"""Memory and communication of a step on a machine that is not there: by formula, `estimate`, and by
+its compiler, `frontier` and `largest_microbatch` besides `sl.plan`.
 """
 
 from shardlib.compiled._memory import Memory as Memory

@@ -38,6 +38,12 @@ class Module:
 class Decoder:
     """The shape of a decoder: what the formulas ask about.
 
+    - `sequence`: tokens of an example.
+    - `kv_heads`, `head_dim`, `hidden`: as many as heads, the width over the heads, and four times
+      the width, unless they are given; `hidden` is the inner width of the MLP.
+    - `tied`: the head shares the embedding. `final_norm`: there is a norm before the head.
+    - `scores`: attention writes its scores to memory; `sl.kernels.attention` does not.
+
     >>> gpt1 = Decoder(layers=12, width=768, heads=12, sequence=512, vocab=40_512, tied=False,
     ...     final_norm=False)
     >>> f"{gpt1.parameters:,}"

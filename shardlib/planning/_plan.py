@@ -45,8 +45,15 @@ from shardlib.tracing._flops import Flops
 class Plan(Shown):
     """What a step will do on a machine.
 
-    It has `memory` by kind, every one of the step's `collectives`, whether it `fits`, and what
-    marked blocks keep, `activations`.
+    - `memory`: bytes of each device, by kind and in all.
+    - `collectives`: each with its axes, its bytes and its lines of source.
+    - `fits`: whether the program was compiled, and has room on the device and its host.
+    - `refusal`: what the compiler said if it refused the program, or nothing.
+    - `advice`: what to change, most bytes first; `remarks`: options that were left out, and the
+      like.
+    - `prices`: what each stage of ZeRO would send and hold, by formula.
+    - `activations`: a row for each named activation of blocks that are marked with `sl.remat`.
+    - `flops`: products of a step, and how many of them are computed again.
 
     It prints as a report; `as_dict()` is the same for machines.
     """
