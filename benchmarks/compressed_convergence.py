@@ -17,10 +17,10 @@ is, and its runs are some times as long as the others'. Two workers do for it: a
 factors of their mean.
 
 `loss_ratio` of a method is the worst, over dtypes, of the mean loss over seeds over its parent's,
-on held-out text; `failing_ratio` the least of what must fail, with the first seed alone. Then each is saved 200 steps before
-its end, restored, and goes on: on as many devices, where `restart_differs` counts the arrays that
-are not what they are without stopping, bit for bit; and with half as many workers, where
-`restart_ratio` is the larger of the two losses over the other.
+on held-out text; `failing_ratio` the least of what must fail, with the first seed alone. Then each
+is saved 200 steps before its end, restored, and goes on: on as many devices, where
+`restart_differs` counts the arrays that are not what they are without stopping, bit for bit; and
+with half as many workers, where `restart_ratio` is the larger of the two losses over the other.
 
 Some five hours on two cores; `--methods` takes some of them. With `--runs FILE` what each run has
 learned is written there as it ends, and runs that are there already are not made again.

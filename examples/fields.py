@@ -233,12 +233,13 @@ def show_help(value: Any) -> None:
 
 
 def _said(kind: type) -> dict[str, str]:
-    """What the list in a docstring says of each field."""
-    items = re.findall(
-        r"^- ((?:`\w+`(?:, )?)+): (.*(?:\n  .*)*)", inspect.getdoc(kind) or "", re.MULTILINE
-    )
+    """What the lists in the docstrings of a class and of its bases say of each field."""
     said: dict[str, str] = {}
-    for names, text in items:
-        for name in re.findall(r"`(\w+)`", names):
-            said[name] = " ".join(text.split())
+    for each in reversed(kind.__mro__):
+        items = re.findall(
+            r"^- ((?:`\w+`(?:, )?)+): (.*(?:\n  .*)*)", inspect.getdoc(each) or "", re.MULTILINE
+        )
+        for names, text in items:
+            for name in re.findall(r"`(\w+)`", names):
+                said[name] = " ".join(text.split())
     return said

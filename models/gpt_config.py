@@ -71,11 +71,28 @@ class LatentAttention:
 class GPTConfig:
     """What the model is. The defaults are GPT-2's choices.
 
-    `kv_heads`, `head_dim` and `hidden`, the MLP's inner width, are `heads`, `width / heads` and
-    `4 * width` unless given. The embedding has `vocab` rows rounded up to `vocab_multiple`, so that
-    any vocabulary splits evenly; the rows beyond it never get probability. Products are taken in
-    `dtype`, or in that of the parameters where it is None; norms, attention's softmax and the loss
-    are taken in float32 always. Activations are those of `sl.kernels`, in float32 too.
+    - `layers`: how many there are.
+    - `width`: the size of the residual stream.
+    - `heads`: query heads of a layer.
+    - `context`: how many tokens a sequence has.
+    - `vocab`: how many tokens there are.
+    - `vocab_multiple`: the embedding's rows are rounded up to it, so that any vocabulary splits
+      evenly. Rows beyond `vocab` never get probability.
+    - `kv_heads`: key and value heads, by default `heads`.
+    - `head_dim`: the size of a head, by default `width / heads`.
+    - `hidden`: the inner width of the MLP, by default `4 * width`.
+    - `norm`: "layer" for LayerNorm, "rms" for RMSNorm.
+    - `norm_epsilon`: what norms add to the variance.
+    - `norm_first`: norms come before attention and the MLP, or after them, as in GPT-1.
+    - `positions`: "learned" or "rotary".
+    - `rope_theta`: the base of rotary angles.
+    - `mlp`: its activation; "swiglu" and "geglu" are gated.
+    - `bias`: projections and LayerNorms have biases.
+    - `tied`: the head is the embedding.
+    - `dropout`: the share that is dropped.
+    - `dtype`: of products, by default that of the parameters. Norms, attention's softmax,
+      activations and the loss are computed in float32 always.
+    - `param_dtype`: of the parameters.
 
     How its layers are computed:
 
@@ -112,8 +129,8 @@ class GPTConfig:
     - `local_rope_theta`: the `rope_theta` of layers with a window, whose positions are not scaled,
       as in Gemma 3; by default they have those of the other layers.
     - `attention_scale`: what scores are multiplied by, in place of 1 / sqrt(head_dim).
-    - `attention_cap`, `logit_cap`: scores, or logits, are softly kept between this and its
-      negative, as in Gemma 2.
+    - `attention_cap`: scores are softly kept between this and its negative, as in Gemma 2.
+    - `logit_cap`: the same of logits.
     """
 
     layers: int

@@ -28,8 +28,8 @@ DEEPSEEK_ROUTER = sl.experts.SigmoidTopK(8, scale=2.5, groups=8, groups_taken=4)
 class MoEConfig(gpt.GPTConfig):
     """What the model is: `GPTConfig`, whose `mlp` is that of an expert too, and
 
-    - `experts`: how many there are in each block that has them; `router`: which of them a token
-      goes to, `TopK(2)` by default.
+    - `experts`: how many there are in each block that has them.
+    - `router`: which of them a token goes to, `TopK(2)` by default.
     - `padded_to`: how many experts have weights, for an axis that does not divide `experts`. Nobody
       chooses those at the end.
     - `expert_hidden`: the inner width of an expert; by default `hidden`, that of other MLPs.

@@ -17,9 +17,10 @@ import pytest
 import shardlib as sl
 from examples import train_lm
 from examples.configs import gpt2_124m, llama3_8b, llama3_8b_3d, tiny, tiny_onebit
-from examples.fields import override
+from examples.fields import override, show_help
 from examples.find_run import from_command_line
 from examples.run import AdamW, Muon
+from models import moe
 
 pytest.importorskip("grain")
 ROOT = Path(__file__).parent.parent
@@ -563,6 +564,15 @@ def test_command_line_help_lists_runs_and_explains_fields(capsys):
     told = capsys.readouterr().out
     assert re.search(r"--loop.keep 3\n +the newest checkpoints", told)
     assert re.search(r"--strategy.accumulate 1\n +microbatches per step", told)
+    assert re.search(r"--model.width 128\n +the size of the residual stream", told)
+    assert not re.findall(r"^  --.*\n(?=  --|\Z)", told, re.MULTILINE), "options without a word"
+
+
+def test_help_on_experts_explains_the_fields_of_their_decoder_too(capsys):
+    show_help(moe.tiny())
+    told = capsys.readouterr().out
+    for name in ("layers", "experts", "router"):
+        assert re.search(rf"--{name} .*\n {{8}}\w", told)
 
 
 @pytest.mark.parametrize("config", [tiny, tiny_onebit, gpt2_124m, llama3_8b, llama3_8b_3d])

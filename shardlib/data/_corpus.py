@@ -39,37 +39,28 @@ FILES_EXAMPLES = (
 class Corpus:
     """Which texts, and what becomes of them. It prints, compares and hashes.
 
-    `files` are paths, folders and patterns (`data/**/*.jsonl`), one or several; or `"python"`, the
-    sources of the running interpreter's standard library without its tests, which are there on
-    every machine. A file that several patterns match is read once; one that is listed twice is
-    refused.
-
-    `format` is told from each file's suffix unless given: of text, a file is a document (or, with
-    `separator`, what stands between two of them, such as `"<|endoftext|>"`); of JSON lines a line,
-    of Parquet a row, of ArrayRecord a record. `field` is the key or the column that holds the text,
-    `"text"` unless given; without it, an ArrayRecord's records are UTF-8, with it they are JSON.
-    Text and JSON lines may be compressed, `.gz` or `.zst`.
-
-    `tokenizer` is `"bytes"`; or the path of a Hugging Face `tokenizer.json`, whose special token
-    `end` ends each document; or `"bpe:4096"`, one of so many tokens that is learned from the
-    documents that are not held out, and kept with the store. A text with characters that the
-    tokenizer has no token for is refused, unless its file has a token for what is unknown, or
-    `unknown` names one.
-
-    `begin` is a special token that stands before each document, which is read and never learned,
-    where a model has learned to find one, such as `"<s>"` of Llama 2; by default there is none.
-
-    `held_out` is the share of documents kept for evaluation. Which ones is a matter of
-    their content only, so that it never changes as the corpus grows, and no document is on both
-    sides.
-
-    With `chat` records are conversations, of JSON lines, JSON in ArrayRecord, or Parquet: lists of
-    messages, under `field` or the usual names, or pairs such as `prompt` and `completion`. It says
-    how turns are written, a `Chat` or the name of a known one, such as `"chatml"`, and what is
-    learned of them: what the assistant says.
-
-    `bad` says what happens to a record that is not what the format says: `"stop"`, or `"skip"` and
-    report.
+    - `files`: paths, folders and patterns (`data/**/*.jsonl`), one or several; or `"python"`, the
+      sources of the running interpreter's standard library without its tests. A file that several
+      patterns match is read once; one that is listed twice is refused.
+    - `format`: told from each file's suffix unless given. A document is a file of text, a line of
+      JSON lines, a row of Parquet, a record of ArrayRecord. Text and JSON lines may be compressed,
+      `.gz` or `.zst`.
+    - `field`: the key or the column that holds the text, `"text"` by default. An ArrayRecord's
+      records are UTF-8 without it, and JSON with it.
+    - `separator`: what stands between two documents of a file of text, such as `"<|endoftext|>"`.
+    - `tokenizer`: `"bytes"`; the path of a Hugging Face `tokenizer.json`; or `"bpe:4096"`, one of
+      so many tokens, learned from the documents that are not held out and kept with the store.
+    - `end`: the special token of a `tokenizer.json` that ends each document.
+    - `held_out`: the share of documents kept for evaluation. They are chosen by their content, so
+      that the choice never changes as the corpus grows, and no document is on both sides.
+    - `bad`: at a record that is not what the format says, `"stop"`, or `"skip"` it and report.
+    - `unknown`: the token for characters that the tokenizer has no token for. Without one, here or
+      in its file, a text with such characters is refused.
+    - `chat`: records are conversations in this format, a `Chat` or the name of a known one, such as
+      `"chatml"`: lists of messages, under `field` or the usual names, or pairs such as `prompt` and
+      `completion`. Only what the assistant says is learned.
+    - `begin`: a special token before each document, which is read and never learned, such as
+      `"<s>"` of Llama 2; none by default.
 
     >>> Corpus("wiki/*.jsonl.gz", tokenizer="gpt2/tokenizer.json").held_out
     0.01

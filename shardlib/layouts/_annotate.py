@@ -157,6 +157,7 @@ def use(
     Flax's own constraints, `nn.with_logical_constraint`, go by them too, unless other rules were
     put in force for Flax, with `nn.logical_axis_rules`. With a mesh, NNX modules built inside are
     laid out by the names of their variables as these are made; without one, they are not laid out.
+    `remat` is what blocks marked with `sl.remat` keep, by default everything.
 
     >>> import shardlib as sl
     >>> with sl.use(sl.AxisRules(batch="data"), sl.make_mesh("data=8")):

@@ -73,7 +73,9 @@ def init(
         optimizer: any optax transformation, or None for a state that is only evaluated.
         strategy: the mesh, the rules, and all else about how to train.
         seed: the seed of the key that the state carries, from which each step draws.
-        trainable: which leaves the optimizer moves, see `take_apart`.
+        trainable: which leaves the optimizer moves. For NNX a filter, `nnx.Param` by default; for
+            another tree a function of a path and a leaf, by default Linen's collection `params`, or
+            every floating-point leaf where there is none.
         abstract: compute nothing; leaves are `jax.ShapeDtypeStruct`s with shardings, with which a
             step can be compiled for machines that are not there.
 

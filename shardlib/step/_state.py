@@ -216,16 +216,20 @@ class Layout:
 class State:
     """A run between two steps: a pytree of global arrays, each with its sharding.
 
-    `params` are the parameters that the optimizer moves, `frozen` those that stay as they are;
-    where one tree has a leaf, the other has None. `errors` is what a compressed exchange has left
-    over, by the paths of parameters, each device's own along dim 0; a checkpoint has it by worker
-    and in the parameter's shape. `workers` is what workers have of their own, where an
-    exchange or an optimizer keeps them apart, see `Workers`; then `params` are those on which they
-    met last, and `opt_state` and `rest` are empty; or `params` and `opt_state` are those of the
-    server around which they are. `rest` is whatever else the model carries,
-    `streams` the random
-    streams inside it, `key` the key from which each step derives its randomness. `nonfinite` counts
-    the steps whose gradient was not finite.
+    - `step`: how many steps were taken.
+    - `params`, `frozen`: the parameters that the optimizer moves, and those that stay as they are.
+      Where one tree has a leaf, the other has None. `state.weights` has all, in the model's order.
+    - `opt_state`: the optimizer's state, as optax makes it.
+    - `errors`: what a compressed exchange has left over (error feedback), by the paths of
+      parameters, each device's own along dim 0.
+    - `workers`: what workers have of their own where they train apart, `LocalSGD` or `DiLoCo`, or
+      None. Then `params` are those of their last meeting, and `opt_state` and `rest` are empty.
+      Around a `ParameterServer`, `params` and `opt_state` are the server's.
+    - `streams`, `rest`: the random streams inside the model, and its other arrays, such as the
+      statistics of a batch norm.
+    - `key`: from which each step derives its randomness.
+    - `nonfinite`: how many steps had a gradient that was not finite.
+    - `layout`: the strategy, the optimizer and the names; static.
     """
 
     step: Any

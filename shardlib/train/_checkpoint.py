@@ -63,8 +63,13 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 class Checkpoints:
     """The checkpoints of one run, in one folder.
 
-    It keeps the newest `keep`, and every step that `keep_every` divides. Others are deleted once a
-    newer one is complete and was waited for, as the next save does.
+    - `folder`: a path, or that of a bucket, such as `gs://bucket/run/checkpoints`. Several
+      processes share it.
+    - `keep`, `keep_every`: the newest so many are kept, and every step that `keep_every` divides.
+      Others are deleted once a newer one is complete and was waited for, as the next save does.
+
+    `save` returns once the state is copied off its devices, and writes in the background; `wait`,
+    `close` and the end of a `with` statement wait for it.
 
     >>> import jax.numpy as jnp, shardlib as sl, optax, tempfile
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
