@@ -39,28 +39,30 @@ FILES_EXAMPLES = (
 class Corpus:
     """Which texts, and what becomes of them. It prints, compares and hashes.
 
-    - `files`: paths, folders and patterns (`data/**/*.jsonl`), one or several; or `"python"`, the
-      sources of the running interpreter's standard library without its tests. A file that several
-      patterns match is read once; one that is listed twice is refused.
-    - `format`: told from each file's suffix unless given. A document is a file of text, a line of
-      JSON lines, a row of Parquet, a record of ArrayRecord. Text and JSON lines may be compressed,
-      `.gz` or `.zst`.
-    - `field`: the key or the column that holds the text, `"text"` by default. An ArrayRecord's
-      records are UTF-8 without it, and JSON with it.
-    - `separator`: what stands between two documents of a file of text, such as `"<|endoftext|>"`.
-    - `tokenizer`: `"bytes"`; the path of a Hugging Face `tokenizer.json`; or `"bpe:4096"`, one of
-      so many tokens, learned from the documents that are not held out and kept with the store.
-    - `end`: the special token of a `tokenizer.json` that ends each document.
-    - `held_out`: the share of documents kept for evaluation. They are chosen by their content, so
-      that the choice never changes as the corpus grows, and no document is on both sides.
-    - `bad`: at a record that is not what the format says, `"stop"`, or `"skip"` it and report.
-    - `unknown`: the token for characters that the tokenizer has no token for. Without one, here or
-      in its file, a text with such characters is refused.
-    - `chat`: records are conversations in this format, a `Chat` or the name of a known one, such as
-      `"chatml"`: lists of messages, under `field` or the usual names, or pairs such as `prompt` and
-      `completion`. Only what the assistant says is learned.
-    - `begin`: a special token before each document, which is read and never learned, such as
-      `"<s>"` of Llama 2; none by default.
+    - `files`: a path, a folder or a pattern such as `data/**/*.jsonl`, or several in a tuple; or
+      `"python"`, the source of the running interpreter's standard library without its tests. A file
+      that several patterns match is read once; one that is listed twice is refused.
+    - `format`: `"text"`, `"jsonl"`, `"parquet"` or `"arrayrecord"`; `"auto"` tells it from each
+      file's suffix. A document is a text file, a line of JSON, a row or a record. Text and JSON
+      lines may be compressed, `.gz` or `.zst`.
+    - `field`: the key or column that holds the text, `"text"` unless given. Records of ArrayRecord
+      are JSON if it is given, and else plain UTF-8.
+    - `separator`: in text files, what stands between two documents, such as `"<|endoftext|>"`.
+    - `tokenizer`: `"bytes"`; the path of a Hugging Face `tokenizer.json`, or of its folder; or
+      `"bpe:4096"`, which is learned from the documents that are not held out, and has at most so
+      many tokens.
+    - `end`: the special token that ends each document; None is the usual one of the tokenizer.
+    - `held_out`: the share of documents kept for evaluation. The content of a document decides, so
+      the choice does not change as the corpus grows, and no document is on both sides.
+    - `bad`: what happens to a record that does not match its format: `"stop"` refuses the corpus,
+      `"skip"` counts and reports it.
+    - `unknown`: the token for characters that the tokenizer has no token for; None is the one that
+      its file names, and without one such texts are refused.
+    - `chat`: a `Chat`, or the name of one such as `"chatml"`: records are conversations, lists of
+      messages under `field` or the usual names, or pairs such as `prompt` and `completion`. Only
+      what the assistant says is learned.
+    - `begin`: a special token that is put before each document and never learned, such as `"<s>"`
+      of Llama 2.
 
     >>> Corpus("wiki/*.jsonl.gz", tokenizer="gpt2/tokenizer.json").held_out
     0.01

@@ -188,11 +188,15 @@ def _check_whole_numbers(name: str, array: Any, kinds: Any) -> None:
 class Prepared(Shown):
     """A corpus as tokens: what there is to train on, and what is held out.
 
-    `print` shows what it came to.
+    `prepare` makes it, and `print` shows a table of it.
 
-    `learned_documents` and `learned_bytes` are what the tokenizer was learned from, if it was.
-    `unknown` counts the tokens that stand for characters the tokenizer lacks. `tokenizer_sha256` is
-    the digest of the tokenizer's file.
+    - `corpus`: what it was made from. `folder`: where it is on disk.
+    - `train`, `held_out`: the tokens of both parts.
+    - `files`: how many files were read. `empty`: how many documents were empty and left out.
+    - `skipped`: bad records, by file. `left_out`: suffixes in folders that are not read.
+    - `learned_documents`, `learned_bytes`: what the tokenizer was learned from, if it was.
+    - `unknown`: how many tokens stand for characters that the tokenizer lacks.
+    - `tokenizer_sha256`: the digest of the tokenizer's file.
     """
 
     corpus: Corpus

@@ -50,9 +50,12 @@ _MOST_LISTED = 3
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint gives back.
+    """What `Checkpoints.restore` and `restore_model` return.
 
-    That is the state, the place in the data, and what the run said of itself.
+    - `state`: the state, laid out as the one that was given.
+    - `step`: the step of the checkpoint that was read.
+    - `data`: the place in the data, for `Batches.restore`; None if none was saved.
+    - `about`: what the run said of itself, `save(about=...)`.
     """
 
     state: State

@@ -169,7 +169,11 @@ def _step_of(line: bytes) -> int | None:
 
 
 class TensorBoard:
-    """Curves for TensorBoard, in a folder; needs `pip install "shardlib[train]"`."""
+    """A sink: curves for TensorBoard, in `folder`; needs `pip install "shardlib[train]"`.
+
+    Each number of a record is a curve, each number of a list one of a group of curves, and notes
+    are texts.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         check.path("TensorBoard", "folder", folder)
@@ -213,7 +217,12 @@ class TensorBoard:
 
 
 class Progress:
-    """A bar with the time that is left, on a terminal; elsewhere a line per record."""
+    """A sink: a bar with the time that is left, on a terminal; elsewhere a line per record.
+
+    - `steps`: the length of the run, as in `Loop(steps=...)`.
+    - `file`: where it is written; None is standard error.
+    - `width`: the width of the bar, in letters.
+    """
 
     def __init__(self, steps: int, file: TextIO | None = None, width: int = 24) -> None:
         self.steps = check.whole("Progress", "steps", steps, "a number of steps", least=0)

@@ -113,9 +113,13 @@ class GPipe(_Plain):
 
 @dataclass(frozen=True)
 class OneFOneB(_Plain):
-    """PipeDream-Flush, 1F1B: a backward pass as soon as there is one.
+    """1F1B (PipeDream-Flush): each stage goes backward as soon as it can.
 
-    A stage then holds no more microbatches than there are stages from it on.
+    Stage s of S then holds at most S - s microbatches.
+
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, into which the examples of a device are split; any number.
+    - `paired`: whether a tick takes a forward and a backward pass, or one of the two.
 
     >>> [str(op) for op in OneFOneB(2, 3).table().orders[0]]
     ['F0@0', 'F1@0', 'B0@0', 'F2@0', 'B1@0', 'B2@0']
@@ -140,11 +144,14 @@ class OneFOneB(_Plain):
 
 @dataclass(frozen=True)
 class Eager1F1B(_Plain):
-    """1F1B with forward passes early enough that what is sent has a tick to travel.
+    """1F1B for one program: a tick has a forward and a backward pass of each stage.
 
-    A stage holds nearly twice as many microbatches.
+    There are M + 2 (S - 1) ticks, and stage s holds up to 2 (S - s) - 1 microbatches, nearly twice
+    as many as under `OneFOneB`. Begin with this schedule.
 
-    Paired, a tick has a forward and a backward pass, and there are M + 2 (S - 1) of them.
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, into which the examples of a device are split; any number.
+    - `paired`: as described; with False a tick takes one of the two passes.
 
     >>> from shardlib.pipeline import pack
     >>> len(pack(Eager1F1B(4, 8).table(), paired=True).rows)
@@ -231,9 +238,13 @@ class ZBH2(_Plain):
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Megatron's interleaved schedule: each stage has `chunks` parts, S apart.
+    """Megatron-LM's interleaved 1F1B.
 
-    The microbatches go through in groups of S.
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, a multiple of S: they go through in groups of S.
+    - `chunks`: how many parts of the model each stage has (virtual stages). Part p is on stage
+      p mod S.
+    - `paired`: whether a tick takes a forward and a backward pass, or one of the two.
     """
 
     stages: int
