@@ -109,12 +109,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Method:
-    """A method, the parent that it is compared with, and what must fail."""
+    """A method, the parent that it is compared with, and what must fail, with names for each."""
 
+    name: str
+    parent_name: str
+    failing_name: str
     parent: Run
     run: Run
     failing: Run
-    failing_name: str
 
 
 def adam(steps: int) -> Any:
@@ -162,28 +164,36 @@ ON_TWO: dict[str, Any] = {"mesh": TWO, "optimizer": sgd, "longer": 8}
 BY_FOUR: dict[str, Any] = {"mesh": PODS, "optimizer": adam, "windows": 4}
 METHODS = {
     "zero_one_adam": Method(
+        "0/1 Adam",
+        "Adam",
+        "without feedback",
         ADAM,
         Run(EVERY_DEVICE, c.OneBit("pod"), zero_one_adam),
         Run(EVERY_DEVICE, c.OneBit("pod", feedback=False), zero_one_adam),
-        "without feedback",
     ),
     "onebit_lamb": Method(
+        "1-bit LAMB",
+        "LAMB",
+        "without feedback",
         Run(EVERY_DEVICE, sl.Exact(), lamb),
         Run(EVERY_DEVICE, c.OneBit("pod"), onebit_lamb),
         Run(EVERY_DEVICE, c.OneBit("pod", feedback=False), onebit_lamb),
-        "without feedback",
     ),
     "powersgd": Method(
+        "PowerSGD, rank 4",
+        "SGD",
+        "without feedback",
         Run(exchange=sl.Exact(), **ON_TWO),
         Run(exchange=c.PowerSGD("pod", rank=4), **ON_TWO),
         Run(exchange=c.PowerSGD("pod", rank=4, feedback=False), **ON_TWO),
-        "without feedback",
     ),
     "diloco": Method(
+        "DiLoCo, every 50 steps",
+        "Adam on the same batches",
+        "without outer momentum",
         Run(exchange=sl.Exact(), **BY_FOUR),
         Run(exchange=c.DiLoCo("pod", every=50), together=0.25, **BY_FOUR),
         Run(exchange=c.DiLoCo("pod", every=50, momentum=0.0), together=0.25, **BY_FOUR),
-        "without outer momentum",
     ),
 }
 COLOURS = {"parent": "#247", "method": "#2a7", "failing": "#b33"}
@@ -365,24 +375,31 @@ def main() -> None:
 
 def picture(methods: dict[str, Method], results: Results) -> str:
     """For each method, its loss over the steps, its parent's, and that of what must fail."""
-    width, row, left, right = 720, 230, 50, 690
-    low, high = 1.4, 3.0
+    width, row, left, right = 720, 240, 50, 690
+    low, high = 1.2, 3.0
     parts: list[Any] = []
-    for number, (name, method) in enumerate(methods.items()):
-        top, bottom = 50 + number * row, 50 + number * row + 160
+    for number, method in enumerate(methods.values()):
+        top, bottom = 80 + number * row, 80 + number * row + 150
         runs = {"parent": method.parent, "method": method.run, "failing": method.failing}
-        labels = {"parent": "its parent", "method": name, "failing": method.failing_name}
+        labels = {
+            "parent": method.parent_name,
+            "method": method.name,
+            "failing": method.failing_name,
+        }
 
         def y(loss: float, bottom: int = bottom) -> float:
-            return bottom - 160 * (min(loss, high) - low) / (high - low)
+            return bottom - 150 * (min(loss, high) - low) / (high - low)
 
-        parts += [level(left, right, y(loss), loss) for loss in (1.4, 1.8, 2.2, 2.6, 3.0)]
+        parts += [level(left, right, y(loss), loss) for loss in (1.2, 1.8, 2.4, 3.0)]
+        last = results.steps * method.run.longer
         for place, (kind, run) in enumerate(runs.items()):
-            curve = results.curve(name, run)
-            last = curve[-1][0]
-            points = [(left + (right - left) * step / last, y(loss)) for step, loss in curve]
+            points = []
+            for step, loss in results.curve(method.name, run):
+                points.append((left + (right - left) * step / last, y(loss)))
             parts.append(line(points, COLOURS[kind], 2))
-            parts.append(text(right, top + 16 * (place + 1), labels[kind], "end", COLOURS[kind]))
+            parts.append(text(left + 210 * place, top - 14, labels[kind], colour=COLOURS[kind]))
+        parts.append(text(left, bottom + 18, "0", "middle", "#666"))
+        parts.append(text(right, bottom + 18, f"{last:,} steps", "end", "#666"))
     return svg(width, row * len(methods) + 40, left, "Loss over steps, nats a byte", parts)
 
 
