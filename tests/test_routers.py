@@ -409,6 +409,8 @@ def test_entropy_of_a_sigmoid_router_is_of_normalized_scores():
         (lambda: balanced(optax.sgd(1), pattern="("), "no regular expression"),
         (lambda: balanced(optax.sgd(1)).init({"bias": jnp.ones(2)}), r"matches the path of no parameter.*'bias'"),
         (lambda: balanced(sl.optimizers.onebit_adam(0.1, freeze=1)), "says itself what workers send"),
+        (lambda: balanced(sl.optimizers.zero_one_adam(0.1, steps=9)), "balanced.*what workers send"),
+        (lambda: sl.optimizers.delayed(sl.optimizers.zero_one_adam(0.1, steps=9), 1), "delayed.*what workers send"),
     ],
 )  # fmt: skip
 def test_router_settings_out_of_range_are_refused(make, said):

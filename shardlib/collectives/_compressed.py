@@ -28,9 +28,10 @@ from shardlib.layouts._specs import Axes, as_tuple
 
 
 class Errors(NamedTuple):
-    """What compression left out of what a device sent.
+    """What compression left out of what a device sent, to be sent along the next time.
 
-    It has errors as a worker, of its own array, and as a server, of its part of the mean.
+    - `worker`: of its own array, (workers, elements of a row).
+    - `server`: of its part of the mean, (elements of a row,).
     """
 
     worker: Any  # (workers, elements of a part)
@@ -142,19 +143,19 @@ def pmean(
     alive: Any = None,
     shared: tuple[str, ...] = (),
 ) -> tuple[Any, Any]:
-    """The mean over devices of an array or a tree of arrays, compressed twice.
+    """A compressed all-reduce: the mean over devices of an array or a tree of arrays, as codes.
 
-    With it come the errors that are left.
+    Each device is the server of a part: it gets the codes of that part by an all-to-all, averages
+    them, and encodes the mean again, which all gather. It returns the means, in the dtypes of `x`,
+    and the errors for the next call, None if it was given none. It has no derivative.
 
-    Each array goes in parts to its servers by an all-to-all; each server takes the mean of what
-    came, compresses it again, and all gather it. With `errors` of an earlier call, or of
-    `no_errors`, what was owed is sent along: nothing is lost, it comes later, but for what an array
-    narrower than float32 rounds away. Without, what compression takes away is gone.
-
-    - `alive`: arrays of bools like `x`, the same on every device: what is not stays zero, and is
-      left out of scales.
-    - `shared`: axes along which `x` is the same. Each device there sends a part of it, and all
-      gather these.
+    - `x`: arrays of floats, of the same shape on every device.
+    - `axis`: an axis of the surrounding `shard_map`, or several in a tuple, where `x` differs.
+    - `codec`: such as `Signs()` or `Integers(8)`.
+    - `errors`: those of the last call, or of `no_errors`. What was owed is sent along: it comes
+      later, but for what an array narrower than float32 rounds away. With None it is lost.
+    - `alive`: bools like `x`, alike on all devices: what is not stays zero, and out of scales.
+    - `shared`: axes along which `x` is the same. Each device there sends a part; all gather these.
 
     >>> import shardlib as sl
     >>> P, mesh = jax.sharding.PartitionSpec, sl.make_mesh("data=8")
@@ -348,9 +349,9 @@ def pieces_of(x: Any, over: tuple[str, ...], shared: tuple[str, ...]) -> Pieces:
 
 
 def no_errors(x: Any, axis: Axes, *, shared: tuple[str, ...] = ()) -> Any:
-    """The errors to begin with, zero, for what `pmean` is given.
+    """Zero errors for the first call of `pmean`, which has the same `x`, `axis` and `shared`.
 
-    Call it inside the same `shard_map`.
+    Call it inside the same `shard_map`. It returns an `Errors` for each array of `x`.
     """
     over, shared = _axes_of_both("no_errors", axis, shared)
     for leaf in jax.tree.leaves(x):
@@ -359,11 +360,10 @@ def no_errors(x: Any, axis: Axes, *, shared: tuple[str, ...] = ()) -> Any:
 
 
 def pmean_bytes(elements: int, workers: int, codec: Codec, shared: int = 1) -> int:
-    """What a device sends for `pmean` of an array of so many elements.
+    """How many bytes a device sends for `pmean` of an array of so many `elements`, by a formula.
 
-    That is 2 (n-1) codes of a part; if shared, n (k-1) more.
-
-    Of one worker it is nothing but, if shared, the part itself.
+    With n `workers`, and k = `shared` devices with the same array, that is 2 (n-1) codes of a part,
+    and n (k-1) more. With one worker it is k-1 parts in float32.
 
     >>> from shardlib.collectives._codecs import Signs
     >>> all_reduce = 2 * 7 / 8 * 4 * 2**20

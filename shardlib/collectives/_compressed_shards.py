@@ -23,9 +23,15 @@ from shardlib.layouts._specs import Axes
 
 
 def all_gather(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:
-    """Every device's array, concatenated along `dim`, sent as codes.
+    """Every device's array, concatenated along `dim` and sent as codes: a compressed all-gather.
 
-    Its derivative is that of an exact gather.
+    Its derivative is that of an exact gather: a sum that is scattered, sent as it is.
+
+    Args:
+        x: an array of floats, the part of this device. The result has its dtype.
+        axis: an axis of the surrounding `shard_map`, or a tuple of several: those of the devices.
+        codec: what turns numbers into bytes, such as `Integers(8)`. Each part is compressed once.
+        dim: the dim along which parts are concatenated; negative ones count from the end.
 
     >>> import shardlib as sl
     >>> P, mesh = jax.sharding.PartitionSpec, sl.make_mesh("data=8")
@@ -76,12 +82,17 @@ def all_gather_bytes(elements: int, devices: int, codec: Codec) -> int:
 
 
 def psum_scatter(x: jax.Array, axis: Axes, codec: Codec, dim: int = 0) -> jax.Array:
-    """The sum over devices, of which each keeps its part of `dim`.
+    """The sum over devices, of which each keeps its part of `dim`: a compressed reduce-scatter.
 
-    Codes of the parts go to their owners, and are added there.
+    Codes of the parts go to their owners, and are added there. So each number is compressed once,
+    whatever the number of devices. The derivative is that of the exact sum.
 
-    Each number is compressed once, whatever the number of devices. The derivative is that of the
-    exact sum.
+    Args:
+        x: an array of floats, what this device adds. The result has its dtype.
+        axis: an axis of the surrounding `shard_map`, or a tuple of several: those of the devices.
+        codec: what turns numbers into bytes, such as `Integers(8)`.
+        dim: the dim that is split; negative ones count from the end. If the number of devices does
+            not divide it, that is a `ValueError`.
 
     >>> import shardlib as sl
     >>> P, mesh = jax.sharding.PartitionSpec, sl.make_mesh("data=8")

@@ -33,20 +33,27 @@ _TILE = 16 * 128  # elements of a tile of a TPU, for dtypes of 16 bits; two tile
 
 
 class Parameter(NamedTuple):
-    """What an exchange knows of a parameter.
+    """What an exchange knows of one parameter: its place in the model, its shape and layouts.
 
-    That is its path, its global shape, its layout, and the axes over which to reduce it.
+    - `path`: its path in the tree of parameters, such as `"mlp/up"`.
+    - `shape`: its global shape.
+    - `spec`: the layout of the contributions to its gradient.
+    - `axes`: the data axes that do not split these: its gradient is a sum over them.
+    - `stored`: the layout of the parameter at rest, which ZeRO may have split further than the
+      contributions.
+    - `reduce`: the dtype in which gradients are added up.
+    - `wire`: the dtype in which contributions are sent; None is `reduce`.
+    - `stacked`: how many leading dims stack layers or experts.
     """
 
     path: str
     shape: tuple[int, ...]
-    spec: PartitionSpec  # of the contributions to its gradient
-    axes: tuple[str, ...]  # the data axes that do not split these: its gradient is a sum over them
-    # Of the parameter at rest, which ZeRO may have split further than the contributions.
+    spec: PartitionSpec
+    axes: tuple[str, ...]
     stored: PartitionSpec
-    reduce: Any = jnp.float32  # the dtype in which to add up
-    wire: Any = None  # that in which contributions are sent; None is `reduce`
-    stacked: int = 0  # how many leading dims stack layers or experts
+    reduce: Any = jnp.float32
+    wire: Any = None
+    stacked: int = 0
 
 
 class Exchange:
@@ -122,13 +129,18 @@ def averaged_axes(axes: tuple[str, ...], parameter: Parameter) -> tuple[str, ...
 
 
 class ExchangeInputs(NamedTuple):
-    """What an exchange is given besides the gradients, for each of them."""
+    """What `Exchange.average` is given besides the gradients; each field has an item for each.
 
-    # The axes along which it is the same on every device, for they do not split it.
+    - `shared`: the axes along which a gradient is the same on every device, for they do not split
+      it.
+    - `errors`: what was left over of it in the step before, of the type that `first_errors` gives;
+      None if the exchange keeps nothing.
+    - `alive`: bools, false where it is always zero; None if that is not known.
+    """
+
     shared: Sequence[tuple[str, ...]]
-    # What was left over of it in the step before, `Errors`, if the exchange keeps some.
     errors: Sequence[Any]
-    alive: Sequence[jax.Array | None]  # where it is not always zero, if that is known
+    alive: Sequence[jax.Array | None]
 
 
 @dataclass(frozen=True)
@@ -137,13 +149,13 @@ class Exact(Exchange):
 
     It is whole, or scattered where ZeRO has split the parameter further.
 
-    What is summed whole goes in as few collectives as `bucket_bytes` allows, and what is scattered
-    and is smaller than that is put together into buckets of that size, ZeRO's constant buffers;
-    larger stacks go one layer after the other.
-
-    With `overlap`, a layer's gradients go as soon as they are there, in the backward pass of the
-    last microbatch, and a machine may go on with the next layer meanwhile. That pass is then
-    compiled apart from those before.
+    - `bucket_bytes`: how many bytes are sent together, 32 MiB unless given. What is summed whole
+      goes in as few collectives as this allows, and what is scattered and is smaller is put
+      together into buckets of this size, ZeRO's constant buffers; larger stacks go one layer after
+      the other.
+    - `overlap`: whether a layer's gradients go as soon as they are there, in the backward pass of
+      the last microbatch, so that a machine may go on with the next layer meanwhile. That pass is
+      then compiled apart from those before.
     """
 
     bucket_bytes: int = BUCKET_BYTES

@@ -170,7 +170,7 @@ def _are_axes(axis: Any) -> bool:
 
 @dataclass(frozen=True)
 class OneBit(Compressed):
-    """A bit for each number: its sign, with a scale for each block.
+    """1-bit gradients: the sign of each number, a scale for each block, and error feedback.
 
     What is sent are momenta under `onebit_adam`, and gradients under other optimizers: with
     `optax.sgd` that is SGD with error compensation, and without `feedback` and with
@@ -182,7 +182,9 @@ class OneBit(Compressed):
       state, `State.errors`.
     - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these
       axes too.
-    - `scale`, `block`: of signs, see `Signs`.
+    - `scale`: what stands for the numbers of a block, `"mean"` of their absolute values, or
+      `"rms"`, the root of their mean square. See `Signs`.
+    - `block`: how many numbers share a scale: a multiple of 8 up to 1,024, and of 1,024 beyond.
 
     >>> OneBit("pod").over(Parameter("w", (8,), jax.P(), ("pod", "data"), jax.P("data")))
     ('pod',)
@@ -199,7 +201,7 @@ class OneBit(Compressed):
 
 @dataclass(frozen=True)
 class Quantised(Compressed):
-    """Integers of eight or four bits, with a scale for each block.
+    """Gradients as integers of eight or four bits, with a scale for each block of numbers.
 
     - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
     - `feedback`: what rounding takes from a message is added to the next, kept in the state,

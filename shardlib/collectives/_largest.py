@@ -30,10 +30,11 @@ _MOST_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True)
 class TopK(Lossy):
-    """The largest elements of each gradient, with all others added to the next gradient.
+    """Top-k sparsification: the largest elements of each gradient; the others are sent later.
 
     - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
-    - `part`: which part of the elements is sent, of each device's shard, at least one.
+    - `part`: the share of elements that is sent, above 0 and below 1, of each device's shard: at
+      least one element.
     - `feedback`: what is not sent of a gradient is added to the next. It is kept in the state,
       `State.errors`.
     - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these

@@ -49,14 +49,15 @@ _PASSES = 2
 
 @dataclass(frozen=True)
 class PowerSGD(Lossy):
-    """Matrices as products of factors of a low rank, with what they leave out sent later.
+    """PowerSGD: gradients of matrices as products of low-rank factors, with error feedback.
 
     It works with any optimizer of optax. Those that say themselves what is sent, such as
     `onebit_adam`, need `OneBit` or `Quantised`.
 
     - `axis`: over which of the data axes, or a tuple of them; over the others sums are exact.
     - `rank`: how many columns the factors have, of matrices that `ranks` does not name.
-    - `ranks`: pairs of a pattern of whole paths and a rank, of which the first that fits counts.
+    - `ranks`: pairs of a pattern of whole paths and a rank, of which the first that fits counts,
+      such as `((".*/kernel", 8),)`. A rank that a matrix does not have is refused.
     - `feedback`: what the factors leave out of a gradient is added to the next. It is kept in the
       state, `State.errors`.
     - `exact`: patterns of whole paths of parameters whose gradients are summed exactly over these

@@ -30,21 +30,22 @@ and repeat across the slow one.
 
 @dataclass(frozen=True)
 class Zero:
-    r"""How a run is split over the axes of data and of sequences.
+    r"""ZeRO (FSDP): how the state of a run is split over the axes of data and of sequences.
 
-    - `stage`: 1 splits parameters and optimizer state at rest; in a step, parameters are gathered
-      once and the summed gradient is scattered. 2 also never holds a whole gradient: each layer's
-      is scattered as soon as it is there. 3 also gathers each layer's parameters only while it
-      computes, forward and again backward.
-    - `axes`: over which of the axes of data and of sequences; by default all of them. Over the
-      others state is repeated.
+    - `stage`: 0 splits nothing. 1 splits parameters and optimizer state at rest; in a step,
+      parameters are gathered once and the summed gradient is scattered. 2 also never holds a whole
+      gradient: each layer's is scattered as soon as it is there. 3 also gathers each layer's
+      parameters only while it computes, forward and again backward.
+    - `axes`: over which of the axes of data and of sequences; by default all of them that the
+      exchange does not take. Over the others state is repeated.
     - `small`: parameters of at most so many elements, per layer where layers are stacked, stay
       whole.
     - `stacked`: names of dims along which layers are stacked, besides those that end in `layers`.
       They are not split.
     - `layers`: for layers that are not scanned, a pattern of paths such as `r"layers/\d+"`:
       parameters for which it finds the same text are gathered together.
-    - `bucket_bytes`: of larger arrays, stages 1 and 2 gather one layer after the other.
+    - `bucket_bytes`: of arrays that are larger, in bytes, stages 1 and 2 gather one layer after the
+      other; 32 MiB unless given.
     - `strict`: refuse an optimizer with state, other than scalars, that can be related to no
       parameter.
 

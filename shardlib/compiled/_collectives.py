@@ -52,29 +52,43 @@ class Collective:
     device then move by a small `collective-permute` of their own). A collective that was combined
     from several has as many operands. Of a `ragged-all-to-all` the operand is the whole buffer to
     send from: how much of it moves is decided when the program runs.
+
+    - `kind`: HLO's name: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`,
+      `collective-permute`, `ragged-all-to-all` or `collective-broadcast`.
+    - `dtypes`: HLO's names, one per operand: `f32`, `bf16`, `s8`.
+    - `shapes`: on one device, one per operand.
+    - `operand_bytes`: all operands together, on one device.
+    - `result_bytes`: the results, on one device.
+    - `axes`: mesh axes the groups run over, in the mesh's order; None without a mesh or a match.
+    - `group_size`: devices in a group; of a permute, in its longest chain.
+    - `times`: runs per execution of the program, as far as the loops around it are known.
+    - `times_known`: False inside a loop that runs an unknown number of times, counted as once; or
+      as zero times if it takes an uneven load of experts to run it at all.
+    - `further_times`: how often each further round of such a load runs it.
+    - `conditional`: whether it is inside a branch of a conditional, counted as if taken.
+    - `op_name`: JAX's name stack.
+    - `sources`: `file:line` of the user's code; several where collectives were combined.
+    - `slow`: whether it runs between slices, over the slow network.
+    - `overlapped`: whether the device multiplies matrices between its start and its end, as they
+      are scheduled.
+    - `asynchronous`: whether it has a start and an end, between which other instructions may run.
     """
 
-    kind: str  # one of KINDS
-    dtypes: tuple[str, ...]  # HLO's names, one per operand: "f32", "bf16", "s8"
-    shapes: tuple[tuple[int, ...], ...]  # on one device, one per operand
-    operand_bytes: int  # all operands together
+    kind: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    operand_bytes: int
     result_bytes: int
-    # Mesh axes the groups run over, in the mesh's order; None without a mesh or a match.
     axes: tuple[str, ...] | None
-    group_size: int  # devices in a group; of a permute, in its longest chain
-    times: int = 1  # runs per execution of the program, as far as the loops around it are known
-    # False inside a loop that runs an unknown number of times, counted as once; or as zero times
-    # if it takes an uneven load of experts to run it at all.
+    group_size: int
+    times: int = 1
     times_known: bool = True
-    further_times: int = 0  # how often each further round of such a load runs it
-    conditional: bool = False  # inside a branch of a conditional, counted as if taken
-    op_name: str = ""  # JAX's name stack
-    # "file:line" of the user's code; several where collectives were combined.
+    further_times: int = 0
+    conditional: bool = False
+    op_name: str = ""
     sources: tuple[str, ...] = ()
-    slow: bool = False  # between slices, over the slow network
-    # Between its start and its end, as they are scheduled, the device multiplies matrices.
+    slow: bool = False
     overlapped: bool = False
-    # It has a start and an end, and other instructions may run between the two.
     asynchronous: bool = field(default=False, compare=False)
 
     @property

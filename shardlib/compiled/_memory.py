@@ -48,33 +48,48 @@ _HOST = 5  # the compilers' number of the host's memory
 
 @dataclass(frozen=True)
 class Piece:
-    """A value at the fullest moment of a program, with where it came from."""
+    """A value at the fullest moment of a program, with where it came from.
+
+    - `kind`: what it is, one of the kinds of `Memory`, such as `activations`.
+    - `size`: the bytes that it takes of a device.
+    - `type`: its dtype and its shape there, such as `bf16[16,4096,4096]`.
+    - `op_name`: JAX's name stack of the operation that made it; empty where it is not known.
+    - `source`: the line of Python that it comes from, `file:line`; empty where it is not known.
+    """
 
     kind: str
     size: int
-    type: str  # "bf16[16,4096,4096]"
+    type: str
     op_name: str
     source: str
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device, by kind.
+    """Bytes that a compiled program takes of each device, by kind.
 
-    They add up to `total_bytes`, which is what a program needs to run.
+    - `kinds`: bytes by kind, such as `parameters`, `optimizer state`, `gradients` and
+      `activations`, at the fullest moment. They add up to `total_bytes`.
+    - `most`: the most bytes of each kind at any moment, which need not be the fullest.
+    - `pieces`: the values of the heap at the fullest moment, largest first.
+    - `host_bytes`: what is in the memory of the host, and not among `kinds`.
+    - `aliased_bytes`: outputs that take the place of arguments, counted once, as those.
+    - `heap_bytes`: the heap, which has all but arguments, outputs, constants and the program.
+    - `stated_bytes`: the same as `total_bytes`, as the compiler itself accounts for it; None where
+      it does not.
     """
 
     kinds: dict[str, int]
-    most: dict[str, int]  # of each kind at any moment, which need not be the fullest
-    pieces: tuple[Piece, ...]  # of the heap, largest first
+    most: dict[str, int]
+    pieces: tuple[Piece, ...]
     host_bytes: int
-    aliased_bytes: int  # outputs that take the place of arguments, counted once, as those
+    aliased_bytes: int
     heap_bytes: int
-    # The same as `total_bytes`, as the compiler itself accounts for it, where it does.
     stated_bytes: int | None
 
     @property
     def total_bytes(self) -> int:
+        """What the program needs of a device to run, in bytes."""
         return sum(self.kinds.values())
 
     @property

@@ -67,16 +67,19 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Chat:
-    """How a conversation is written, and which turns are learned.
+    """How a conversation is written as text (a chat template), and which turns are learned.
 
-    A turn is `before`, in which `{role}` is replaced, what its message says, and `after`. A learned
-    turn is learned from its first word to the end of `after`, so that a model ends its turn; never
-    `before`, nor what stands `between` turns. With the last turn, the end of the document is.
+    A turn is `before`, what its message says, and `after`. A learned turn is learned from its first
+    word to the end of `after`, so that a model ends its turn; `before`, and what stands `between`
+    turns, is never learned. The end of the document is learned if the last turn is.
 
-    - `before`, `after`, `between`: around messages.
+    - `before`: what stands before a message, in which `{role}` is replaced.
+    - `after`: what stands after a message.
+    - `between`: what stands between two turns.
     - `begin`: what a conversation begins with.
-    - `roles`: those that messages may have, and how each is written.
-    - `learned`: the roles whose messages are learned.
+    - `roles`: the roles that messages may have, in pairs with how each is written, such as
+      `("assistant", "model")`.
+    - `learned`: the roles whose messages are learned, by default the assistant's.
     - `special`: tokens that the format needs; a tokenizer that lacks one is refused.
 
     Known formats go by name, in `Corpus(chat="chatml")`: `chatml` (Qwen's), `llama3`, `gemma`,

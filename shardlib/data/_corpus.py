@@ -184,7 +184,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Skipped:
-    """How many records of a file were not what its format says, and what the first one was."""
+    """Records of a file that were not what its format says, and were passed over.
+
+    - `file`: the path of the file.
+    - `count`: how many there were.
+    - `first`: where the first one is, and what is wrong with it.
+    """
 
     file: str
     count: int

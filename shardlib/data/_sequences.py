@@ -36,14 +36,19 @@ Example = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Sequences:
-    """Examples of `length` tokens each, `batch` of them a step over all processes.
+    """Examples of one length, made of the documents of a corpus, shuffled, in batches.
 
-    With `documents="cut"`, examples are windows over all documents one after the other: every token
-    is used, and documents are cut where a window ends. With `"whole"`, only documents longer than
-    an example are cut: others are whole in one, as many as fit in their order, and the rest of the
-    example is padding.
+    - `tokens`: the documents, such as `prepare(corpus).train`.
+    - `length`: how many tokens of an example the model reads. An example has one more, since the
+      target of each token is the next one.
+    - `batch`: how many examples a step takes, over all processes.
+    - `seed`: shuffles the examples, anew for each epoch; None takes them in order.
+    - `documents`: with `"cut"`, examples are windows over all documents one after the other: every
+      token is used, and documents are cut where a window ends. With `"whole"`, only documents
+      longer than an example are cut: others are whole in one, as many as fit in their order, and
+      the rest of the example is padding.
 
-    `seed` shuffles the examples anew for each epoch; None takes them in order.
+    Too few tokens for one example are a `ValueError`.
 
     >>> ids = np.array([1, 2, 3, 0, 4, 0, 5, 6, 0], np.uint16)
     >>> tokens = Tokens(ids, np.array([4, 6, 9]), vocab=7, end=0, bytes=6)

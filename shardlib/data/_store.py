@@ -37,11 +37,15 @@ from shardlib.data._tokens import Prepared, Tokens
 
 
 def prepare(corpus: Corpus, cache: str | os.PathLike[str] | None = None) -> Prepared:
-    r"""The tokens of a corpus, from the cache or made now.
+    r"""The tokens of a corpus, from the cache or made now, by its tokenizer.
 
-    `cache` is a folder, `~/.cache/shardlib` unless given. Of several processes that ask at once, on
-    a shared file system too, one makes them and the others wait. Memory is bounded by the largest
-    document, not by the corpus.
+    - `corpus`: which texts, and by which tokenizer, a `Corpus`.
+    - `cache`: the folder that keeps the tokens, `~/.cache/shardlib` unless given. Other files, or
+      other choices in the corpus, have a folder of their own in it.
+
+    Of several processes that ask at once, on a shared file system too, one makes them and the
+    others wait. Memory is bounded by the largest document, not by the corpus. A record that does
+    not match its format is a `ValueError`, unless the corpus skips it.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()

@@ -37,12 +37,17 @@ _TOGETHER = 8 << 20
 
 
 class Tokenizer(Protocol):
-    """What turns texts into ids below `vocab`, and back. `end` is the id that ends a document."""
+    """What turns texts into token ids, and back."""
 
     @property
-    def vocab(self) -> int: ...
+    def vocab(self) -> int:
+        """How many ids there are: all are below it."""
+        ...
+
     @property
-    def end(self) -> int: ...
+    def end(self) -> int:
+        """The id that ends a document."""
+        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, without any that mark its begin or end."""
@@ -234,9 +239,13 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that is called `"bytes"`, or that lies in a `tokenizer.json`.
 
-    `end` is the special token that ends a document; where it is None, the one that is known for it.
-    `unknown` is the token that stands for characters the tokenizer lacks; where it is None, the
-    file's own, and without one such characters are refused.
+    One that is learned, `"bpe:4096"`, is refused: `prepare(...).tokenizer` is that.
+
+    Args:
+        tokenizer: `"bytes"`, or the path of a Hugging Face `tokenizer.json`, or of its folder.
+        end: the special token that ends a document; where it is None, the one that is known for it.
+        unknown: the token that stands for characters the tokenizer lacks; where it is None, the
+            file's own, and without one such characters are refused.
 
     >>> load_tokenizer("bytes").vocab
     257

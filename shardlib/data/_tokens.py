@@ -29,13 +29,17 @@ _MOST_IDS = 1 << 31  # examples hold them as int32
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tokens:
-    """Documents, one after the other, as ids below `vocab`; each is ended by the id `end`.
+    """Documents as token ids, one after the other.
 
-    `ids` are all tokens, `ends[k]` is where document k ends and the next begins; both may be
-    memory-mapped. Where not all tokens are learned, `switches` are where this changes: the tokens
-    from the first to the second are learned, those from there to the third are not. `begin` is the
-    id that each document begins with, if they all have one. `bytes` is the size of the documents'
-    text in UTF-8, `fingerprint` a hash of all tokens.
+    - `ids`: all tokens, each a number below `vocab`; they may be memory-mapped.
+    - `ends`: for each document the place in `ids` where it ends and the next begins.
+    - `vocab`: how many different ids there may be.
+    - `end`: the id that ends each document.
+    - `bytes`: the size of the documents' text in UTF-8.
+    - `fingerprint`: a hash of all tokens.
+    - `switches`: where tokens begin to be learned and end, in turn: those from the first to the
+      second are learned, those from there to the third are not. None if all are learned.
+    - `begin`: the id that each document begins with; None if they have none.
 
     The `ids` of a store are read as an array is, by numbers, slices and `np.asarray`; what is read
     is checked against its digest first.
@@ -190,13 +194,18 @@ class Prepared(Shown):
 
     `prepare` makes it, and `print` shows a table of it.
 
-    - `corpus`: what it was made from. `folder`: where it is on disk.
-    - `train`, `held_out`: the tokens of both parts.
-    - `files`: how many files were read. `empty`: how many documents were empty and left out.
-    - `skipped`: bad records, by file. `left_out`: suffixes in folders that are not read.
-    - `learned_documents`, `learned_bytes`: what the tokenizer was learned from, if it was.
+    - `corpus`: what it was made from.
+    - `folder`: where it is on disk.
+    - `train`: the tokens to train on.
+    - `held_out`: the tokens that are kept for evaluation.
+    - `files`: how many files were read.
+    - `empty`: how many documents were empty and left out.
+    - `skipped`: bad records that were passed over, a `Skipped` for each file that has some.
+    - `left_out`: suffixes of files in folders that are not read.
+    - `learned_documents`: of how many documents the tokenizer was learned; 0 if it was not.
+    - `learned_bytes`: the bytes of these documents.
     - `unknown`: how many tokens stand for characters that the tokenizer lacks.
-    - `tokenizer_sha256`: the digest of the tokenizer's file.
+    - `tokenizer_sha256`: the digest of the tokenizer's file; empty if it has none.
     """
 
     corpus: Corpus

@@ -27,7 +27,7 @@ from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exchanges import ROUTER_BIAS
 from shardlib.experts._routing import Choices
-from shardlib.optimizers._local import Local
+from shardlib.optimizers._local import check_wrapped
 
 _SCALE = 2.0**-40
 
@@ -96,17 +96,10 @@ def balanced(
     >>> optax.apply_updates(params, updates)["mlp"]["router_bias"].tolist()
     [-0.5, 0.0, 0.5]
     """
-    check.kind(
-        "balanced", "optimizer", optimizer, optax.GradientTransformation, "an optax transformation"
-    )
+    check_wrapped("balanced", optimizer)
     if not callable(speed):
         speed = check.number("balanced", "speed", speed, "a number, or a schedule", least=0)
     check.pattern("balanced", "pattern", pattern)
-    if isinstance(optimizer, Local):
-        raise ValueError(
-            "`balanced(optimizer=...)` was given an optimizer that says itself what workers send, "
-            "which it cannot wrap: take an ordinary one of optax, such as `optax.adamw`."
-        )
     matches = re.compile(pattern).fullmatch
 
     def labels(params: Any) -> Any:

@@ -24,6 +24,9 @@ from shardlib.experts._routing import Choices, Taken
 from shardlib.experts._row_moves import collect, gather_rows, spread
 
 Form: TypeAlias = Literal["scatter", "einsum"]
+"""How `moe` gives tokens places of experts: `"scatter"` sorts them and moves rows, `"einsum"` takes
+GShard's products with masks.
+"""
 FORMS = get_args(Form)
 
 

@@ -105,7 +105,8 @@ def dropless(
 ) -> tuple[jax.Array, MoEStats]:
     """Send each token to all experts that a router chooses, and add up their outputs.
 
-    No token is dropped, however many want the same expert.
+    No token is dropped, however many want the same expert. It returns `(y, stats)`: the outputs, in
+    the shape and dtype of `x`, and `MoEStats`.
 
     Args:
         x: the tokens, (batch, ..., width).
@@ -136,17 +137,17 @@ def dropless(
     >>> y[0, 0].tolist(), stats.load.total.tolist(), float(stats.rounds.total)
     ([2.0, 2.0, 2.0, 2.0], [0.0, 6.0], 1.0)
     """
-    check_tokens(x, gate, names)
+    check_tokens(OP, x, gate, names)
     check.keywords(OP, options, DroplessOptions)
     takes = "how many times the rows of an even load a device has room for"
     buffer = check.number(OP, "buffer", options.get("buffer", 1.25), takes, least=1)
-    check_real(x, real)
-    check_functions(router, experts, key)
+    check_real(OP, x, real)
+    check_functions(OP, router, experts, key)
     count = gate.shape[1]
     _check_router(router, count)
     stored = stored_experts(OP, options.get("padded_to"), count)
     axes = expert_axes(stored, mixed=True)
-    check_weights(weights, stored, axes.parts, axes.manual)
+    check_weights(OP, weights, stored, axes.parts, axes.manual)
     if real is not None:
         # Padding may hold anything, and times a weight of zero that may be no number.
         x = jnp.where(real[..., None], x, 0)

@@ -12,11 +12,14 @@ from shardlib.experts._routing import Choices, Seen, Taken, check_router, places
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Zhou et al.'s, 2022: each expert takes the tokens of a group that it is likeliest for.
+    """Expert choice (Zhou et al., 2022): each expert takes the tokens that it is likeliest for.
 
-    An expert takes `capacity` times the group's tokens by the number of experts, rounded up, each
-    weighed by its probability among all experts. So every expert is full, and there is no loss of
-    uneven load; a token has `capacity` experts on average, and may have none.
+    Each is weighed by its probability among all experts. Every expert is full, so there is no loss
+    of uneven load. A token may have many experts or none.
+
+    - `capacity`: how many experts a token has on average. Of a group with so many tokens an expert
+      takes `capacity * tokens / experts`, rounded up.
+    - `sees_later_tokens`: whether you accept the following in a causal model.
 
     Whether a token is taken depends on the later tokens of its group, which a causal model does not
     have when it writes. So `moe` refuses it, except for a model that it is told is not causal,

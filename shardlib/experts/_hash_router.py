@@ -14,11 +14,15 @@ from shardlib.modeling._random import scrambled
 
 @dataclass(frozen=True)
 class Hash:
-    """Hash layers' (Roller et al., 2021): experts at random by the token's id, always the same.
+    """Hash layers (Roller et al., 2021): experts at random by the token's id, always the same.
 
     The layer is given the ids, `moe(ids=...)`. A token has different experts, which weigh the same.
-    No logits are looked at: the gate, of zeros say, tells how many experts there are. Another
-    `seed` is another hash.
+    No logits are looked at: the gate, of zeros say, tells how many experts there are.
+
+    - `choices`: how many experts a token goes to.
+    - `capacity`: the capacity factor: how many times its even share of the choices an expert takes
+      at most. None is no limit, which `dropless` needs.
+    - `seed`: another one is another hash; a whole number of 32 bits.
 
     >>> seen = Seen(jnp.zeros((3, 8)), ids=jnp.array([5, 9, 5]))
     >>> Hash().choose(seen).expert[:, 0].tolist()

@@ -79,7 +79,8 @@ def moe(
 ) -> tuple[jax.Array, MoEStats]:
     """Send each token to the experts that a router chooses, and add up their outputs.
 
-    A token that finds no place gives zeros: add the layer to a residual stream.
+    A token that finds no place gives zeros: add the layer to a residual stream. It returns
+    `(y, stats)`: the outputs, (batch, ..., width) in the dtype of `x`, and `MoEStats`.
 
     Args:
         x: the tokens, (batch, ..., width).
@@ -113,15 +114,15 @@ def moe(
     >>> y[0, 0].tolist(), stats.load.total.tolist()
     ([2.0, 2.0, 2.0, 2.0], [0.0, 6.0])
     """
-    check_tokens(x, gate, names)
+    check_tokens("moe", x, gate, names)
     check.keywords("moe", options, DispatchOptions)
     form = check.choice("moe", "form", options.get("form", "scatter"), FORMS)
-    check_real(x, real)
-    check_functions(router, experts, key)
+    check_real("moe", x, real)
+    check_functions("moe", router, experts, key)
     count = gate.shape[1]
     stored = stored_experts("moe", options.get("padded_to"), count)
     exchange = exchange_of(stored, names, x)
-    check_weights(weights, stored, exchange.experts.parts, exchange.experts.manual)
+    check_weights("moe", weights, stored, exchange.experts.parts, exchange.experts.manual)
     if real is not None:
         # Padding may hold anything, and times a weight of zero that may be no number.
         x = jnp.where(real[..., None], x, 0)

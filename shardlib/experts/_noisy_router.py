@@ -16,14 +16,19 @@ _TINY = 1e-10  # keeps quotients finite: of noise that vanishes, and of a group 
 
 @dataclass(frozen=True)
 class NoisyTopK:
-    """Shazeer et al.'s, 2017: the softmax over the largest of logits to which noise is added.
+    """Noisy top-k gating (Shazeer et al., 2017): a softmax over the largest of noisy logits.
 
     While training, each logit has normal noise, as large as the softplus of a second product of the
     token, which the layer is given as `moe(noise_gate=...)`. Elsewhere there is no noise.
 
-    Its loss of uneven load is `importance` times the squared coefficient of variation of the
-    experts' weights, summed over a group's tokens, plus `load` times that of the numbers of tokens
-    expected. The paper's batch is a group here: larger ones are closer to it.
+    - `choices`: how many experts a token goes to.
+    - `capacity`: the capacity factor: how many times its even share of the choices an expert takes
+      at most. None is no limit, which `dropless` needs.
+    - `importance`: the factor of a loss, the squared coefficient of variation of the experts'
+      weights, summed over the tokens of a group. The paper's batch is a group here: larger ones are
+      closer to it.
+    - `load`: the factor of another loss, the same of the tokens that each
+      expert is expected to get.
 
     >>> [round(float(w), 3) for w in NoisyTopK(2).choose(Seen(jnp.log(jnp.array([0.1, 0.6,
     ...     0.3])))).weight]

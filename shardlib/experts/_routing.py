@@ -50,30 +50,33 @@ class Seen(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What a router wants for each token.
+    """What a router wants for each token: K experts, the first choice first.
 
-    That is its experts, first choice first, and what their outputs are multiplied by.
-
-    A choice that is not `wanted` takes no place in its expert and adds nothing to the output.
-    `probability` is how likely each expert is to the router, adding up to one; statistics and
-    losses of uneven load are made of it. Without one it is the softmax of the logits.
+    - `expert`: (..., K), the numbers of the experts, from 0 on.
+    - `weight`: (..., K), float32, by what the output of each is multiplied.
+    - `wanted`: (..., K), bools. A choice that is not wanted takes no place in its expert and adds
+      nothing to the output.
+    - `probability`: (..., E), float32, how likely each expert is to the router, adding up to one;
+      statistics and losses of uneven load are made of it. None is the softmax of the logits.
     """
 
-    expert: jax.Array  # (..., K), whole numbers
-    weight: jax.Array  # (..., K), float32
-    wanted: jax.Array  # (..., K), true or false
-    probability: jax.Array | None = None  # (..., E), float32
+    expert: jax.Array
+    weight: jax.Array
+    wanted: jax.Array
+    probability: jax.Array | None = None
 
 
 class Taken(NamedTuple):
-    """What a router by which experts choose has for each place of an expert in a group.
+    """What a router by which experts choose has for each of the C places of an expert in a group.
 
-    Places that are not `wanted` stay empty.
+    - `token`: (..., E, C), the numbers of tokens in their group, from 0 on.
+    - `weight`: (..., E, C), float32, by what the output for each is multiplied.
+    - `wanted`: (..., E, C), bools. Places that are not wanted stay empty.
     """
 
-    token: jax.Array  # (..., E, C), the numbers of tokens in their group
-    weight: jax.Array  # (..., E, C), float32
-    wanted: jax.Array  # (..., E, C), true or false
+    token: jax.Array
+    weight: jax.Array
+    wanted: jax.Array
 
 
 class Router(Protocol):
@@ -156,12 +159,15 @@ def probability_of(seen: Seen, choices: Choices | None) -> jax.Array:
 
 @dataclass(frozen=True)
 class Top2:
-    """GShard's: the two likeliest experts, weighed by their shares of both.
-
-    The second is taken as often as it weighs.
+    """GShard's top-2 gating: the two likeliest experts, weighed by their shares of both.
 
     In training a token goes to its second expert if twice the expert's weight exceeds a number
     drawn from [0, 1), so that one of little weight seldom takes a place. Elsewhere it always goes.
+
+    - `capacity`: the capacity factor: how many times its even share of the choices an expert takes
+      at most. None is no limit, which `dropless` needs.
+    - `jitter`: while training, what the gate sees is multiplied by numbers drawn from
+      [1 - jitter, 1 + jitter].
 
     >>> [round(float(w), 3) for w in Top2().choose(Seen(jnp.log(jnp.array([0.1, 0.6,
     ...     0.3])))).weight]
@@ -205,8 +211,10 @@ class Top2:
 class Switch:
     """Switch Transformer's: only the likeliest expert, weighed by its probability among all.
 
-    While training, what the gate sees is multiplied by a number drawn from [1 - jitter, 1 +
-    jitter].
+    - `capacity`: the capacity factor: how many times its even share of the choices an expert takes
+      at most. None is no limit, which `dropless` needs.
+    - `jitter`: while training, what the gate sees is multiplied by numbers drawn from
+      [1 - jitter, 1 + jitter].
 
     >>> [round(float(w), 3) for w in Switch().choose(Seen(jnp.log(jnp.array([0.1, 0.6,
     ...     0.3])))).weight]
@@ -240,10 +248,18 @@ class Switch:
 
 @dataclass(frozen=True)
 class TopK:
-    """The softmax over the likeliest `choices` experts, as in Mixtral.
+    """Top-k gating, as in Mixtral: the likeliest `choices` experts, weighed by a softmax over them.
 
-    With `renormalize=False` it is their softmax among all experts. Experts may be in `groups`, of
-    which a token takes the `groups_taken` with the likeliest experts, as in DeepSeek-V2.
+    - `choices`: how many experts a token goes to.
+    - `capacity`: the capacity factor: how many times its even share of the choices an expert takes
+      at most. None is no limit, which `dropless` needs.
+    - `jitter`: while training, what the gate sees is multiplied by numbers drawn from
+      [1 - jitter, 1 + jitter].
+    - `renormalize`: whether the weights of a token add up to one. With False they are the softmax
+      over all experts.
+    - `groups`: into how many groups of equal size the experts fall, consecutive ones together.
+    - `groups_taken`: how many groups a token chooses from: those with the likeliest experts, as in
+      DeepSeek-V2.
 
     >>> [round(float(w), 3) for w in TopK(2).choose(Seen(jnp.log(jnp.array([0.1, 0.6,
     ...     0.3])))).weight]

@@ -15,15 +15,23 @@ _TINY = 1e-20  # keeps a quotient finite where all scores vanish
 
 @dataclass(frozen=True)
 class SigmoidTopK:
-    """DeepSeek-V3's: each expert is scored by itself, with the sigmoid of its logit.
+    """DeepSeek-V3's gating: each expert is scored by itself, with the sigmoid of its logit.
 
     Experts are chosen by score plus bias (`moe(bias=...)`, see `balanced`) and weighed by their
-    scores alone. These are divided by their sum, unless `normalize=False`, and multiplied by
-    `scale`. DeepSeek-V3 is `SigmoidTopK(8, scale=2.5, groups=8, groups_taken=4)` with 256 experts.
+    scores alone. DeepSeek-V3 is `SigmoidTopK(8, scale=2.5, groups=8, groups_taken=4)` with 256
+    experts.
 
-    Experts may be in `groups`, of which a token takes the `groups_taken` whose two best sums of
-    score and bias add up to most. A single choice wants `normalize=False`: divided by itself, a
-    score teaches the gate nothing.
+    - `choices`: how many experts a token goes to.
+    - `capacity`: the capacity factor: how many times its even share of the choices an expert takes
+      at most. None is no limit, which `dropless` needs.
+    - `jitter`: while training, what the gate sees is multiplied by numbers drawn from
+      [1 - jitter, 1 + jitter].
+    - `scale`: by what the weights are multiplied, after `normalize`.
+    - `normalize`: whether a token's weights are divided by their sum. A single choice wants False:
+      divided by itself, a score teaches the gate nothing.
+    - `groups`: into how many groups of equal size the experts fall, consecutive ones together.
+    - `groups_taken`: how many groups a token chooses from: those whose two best sums of score and
+      bias add up to most.
 
     >>> seen = Seen(jnp.array([2.0, 0.0, -2.0]), bias=jnp.array([-1.0, 0.0, 0.5]))
     >>> choices = SigmoidTopK(2, normalize=False).choose(seen)

@@ -24,9 +24,10 @@ from shardlib.modeling._batch import manual_over_all
 
 
 def local_experts(count: int) -> int:
-    """How many of `count` experts a model sees where this is traced.
+    """How many of `count` experts the weights have where this is traced.
 
-    In the step's form they are a device's own, elsewhere all.
+    Where a step is manual over the axes that split the experts, as `sl.train_step` is over those of
+    data, they are a device's own. Elsewhere they are all.
 
     Linen compares a parameter with the shape that its module gives it:
     `self.param("up", init, (local_experts(8), width, hidden))`.

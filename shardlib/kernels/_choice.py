@@ -143,22 +143,30 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Explained:
-    """One call of an op: what each device was asked to do, what runs, and why the others do not."""
+    """One call of an op: what each device was asked to do, what runs, and why the others do not.
+
+    - `op`: the name of the op.
+    - `task`: the arrays on one device, as text.
+    - `device`: the kind of the device.
+    - `runs`: the name of the implementation that runs.
+    - `decided_by`: `"name"`, it was asked for; `"measured"`, by times on such a device;
+      `"compiled"`, by its compiler's estimates; `"default"`, nothing is known.
+    - `others`: for each other implementation its name, and why it does not run.
+    """
 
     op: str
-    task: str  # the arrays on one device
-    device: str  # its kind
-    runs: str  # the name of the implementation
-    decided_by: str  # "name", "measured", "compiled", or "default" where nothing is known
-    others: tuple[tuple[str, str], ...]  # names, and why each does not run
+    task: str
+    device: str
+    runs: str
+    decided_by: str
+    others: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What runs for each call of an op in a function, in order.
+    """What runs for each call of an op in a function; printed, it is a table.
 
-    Printed, it is a table with a row for each call, and a line for each implementation that
-    does not run.
+    - `calls`: an `Explained` for each call, in order.
     """
 
     calls: tuple[Explained, ...]
@@ -191,12 +199,10 @@ _notebook = jax.make_user_context(None)
 
 
 def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Trace a function and say for each op in it which implementation would run here.
+    """Trace a function: which implementation of each op in it would run here, and why no other.
 
-    It also says why the others would not.
-
-    Nothing is computed; arrays may be `jax.ShapeDtypeStruct`s. "Here" is the mesh in scope, which
-    may be of a machine that is not there: `with sl.use(rules,
+    Nothing is computed: arrays among its arguments may be `jax.ShapeDtypeStruct`s. "Here" is the
+    mesh in scope, which may be of a machine that is not there: `with sl.use(rules,
     sl.Target("tpu:v5e:4x4").mesh("data=4,model=4")):`.
 
     >>> import jax.numpy as jnp, shardlib as sl

@@ -55,7 +55,9 @@ def add(
             f"`lora.add`: `{type(model).__name__}` has no layer that can have factors: no "
             "`nnx.Linear`, no `nnx.LinearGeneral`, and no module with a `kernel` and an `adapter`."
         )
-    for path in _chosen(paths, layers):
+    chosen = _chosen(paths, layers)
+    # All are checked first, so that an error leaves the model as it was.
+    for path in chosen:
         layer = layers[path]
         kernel = _kernel(layer)
         smaller = min(kernel.in_features, kernel.out_features)
@@ -69,7 +71,9 @@ def add(
                 f"`lora.add`: `{path}` has factors already. Put these into the kernels first: "
                 "`lora.merged(model)`."
             )
-        adapter = Adapter(kernel, rank, alpha / rank, rngs)
+    for path in chosen:
+        layer = layers[path]
+        adapter = Adapter(_kernel(layer), rank, alpha / rank, rngs)
         if type(layer) in _FLAX_LAYERS:
             layer.__class__ = _with_adapter(type(layer))
         # What was None is static to Flax unless it is told otherwise.

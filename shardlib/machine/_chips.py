@@ -18,26 +18,40 @@ class Chip:
 
     Bytes and bytes per second are of one JAX device, and so are FLOP/s, which are dense. Where a
     device has no such thing, a simulated one for example, figures are infinite or nan.
+
+    - `name`: as targets name it, such as `v5e` or `h200`.
+    - `kind`: as JAX names the device, such as `TPU v5 lite`.
+    - `flops`: per second, by dtype; of `f32` what a product in JAX's default precision reaches.
+    - `hbm_bytes`: the memory of the device.
+    - `usable_bytes`: what a program may take of it.
+    - `hbm_bandwidth`: bytes per second of that memory.
+    - `link_bandwidth`: bytes per second, one way, of one link of a TPU's torus, or of all of a
+      GPU's NVLink.
+    - `slow_bandwidth`: bytes per second, one way, of the device's share of the network between
+      slices.
+    - `devices`: JAX devices of one chip.
+    - `torus`: dims of the torus that its links form; 0 where a switch joins all.
+    - `largest`: chips of the largest slice.
+    - `description`: of a GPU, as its compiler reads it.
+    - `host_bytes`: the device's share of the memory of its host; None where no public figure was
+      found.
+    - `host_bandwidth`: bytes per second, one way, between the device and its host; None where
+      nobody says.
     """
 
     name: str
-    kind: str  # as JAX names the device
-    # Per second, by dtype; of "f32" what a product in JAX's default precision reaches.
+    kind: str
     flops: dict[str, float]
     hbm_bytes: float
-    usable_bytes: float  # what a program may take of it
-    hbm_bandwidth: float  # bytes per second
-    # Bytes per second, one way: of one link of a TPU's torus, or all of a GPU's NVLink.
+    usable_bytes: float
+    hbm_bandwidth: float
     link_bandwidth: float
-    # Bytes per second, one way: this device's share of the network between slices.
     slow_bandwidth: float
-    devices: int = 1  # JAX devices of one chip
-    torus: int = 0  # dims of the torus its links form; none where a switch joins all
-    largest: int = 8  # chips of the largest slice
-    description: str = field(default="", repr=False)  # of a GPU, as its compiler reads it
-    # This device's share of the memory of its host; None where no public figure was found.
+    devices: int = 1
+    torus: int = 0
+    largest: int = 8
+    description: str = field(default="", repr=False)
     host_bytes: float | None = None
-    # Bytes per second, one way, between this device and its host; None where nobody says.
     host_bandwidth: float | None = None
 
 

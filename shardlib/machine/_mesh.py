@@ -35,12 +35,19 @@ def make_mesh(
     allow_split_physical_axes: bool = True,
     **axes: int,
 ) -> Mesh:
-    """A mesh of named axes, outermost first.
+    """A mesh of devices with named axes, outermost first.
 
     Neighbours along the inner axes are close to each other on the hardware.
 
-    Sizes are the total sizes of the axes, however many networks they cross. One of them may be -1:
-    the devices that the others leave. `devices` are `jax.devices()` unless given.
+    - `shape`: the axes and their sizes, as text such as `"data=2,model=4"` or as a mapping. Sizes
+      are total sizes, however many networks an axis crosses. One of them may be -1: the devices
+      that the others leave.
+    - `dcn`: which axes, or factors of axes, cross the network between slices, see below.
+    - `devices`: the devices of the mesh, all of which are used; by default `jax.devices()`.
+    - `axis_type`: JAX's type of all axes: `Auto`, where the partitioner lays arrays out, or
+      `Explicit`. A strategy takes automatic axes.
+    - `allow_split_physical_axes`: see below.
+    - `axes`: further axes, as keywords, behind those of `shape`.
 
     >>> format_mesh(make_mesh("data=2,model=4"))
     'data=2,model=4'

@@ -24,10 +24,13 @@ from shardlib.layouts._specs import axes_within
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WeightedMean:
-    """A sum over this device's examples, and what to divide the sum over all devices by.
+    """A mean over the batch that a loss returns, as a sum with its weight; see `weighted_mean`.
 
     Means may be scaled, and another may be added, whose own weight is another: its mean over the
     whole batch counts, or over the microbatch.
+
+    - `total`: the sum over this device's examples.
+    - `weight`: what these examples weigh. The sum of all totals is divided by that of all weights.
 
     >>> weighted_mean(6.0, 3) + 0.5 * weighted_mean(8.0, 4)
     WeightedMean(total=9.0, weight=3)
@@ -66,9 +69,10 @@ class WeightedMean:
 
 
 def weighted_mean(total: Any, weight: Any) -> WeightedMean:
-    """What a loss returns: a sum over the local examples, and their weight.
+    """What a loss returns: a sum over the examples at hand, and what they weigh.
 
-    The weight is, say, the number of unmasked tokens.
+    - `total`: the sum over the examples at hand, a scalar; of a metric it may be an array.
+    - `weight`: their weight, a scalar, such as the number of tokens that are not masked.
 
     The step adds up totals and weights over devices and microbatches and divides once, so unevenly
     masked tokens give the loss that one device would compute; a mean of means would not. The weight

@@ -71,13 +71,15 @@ def logical(initializer: Callable[..., Any], *names: str | None) -> Callable[...
 
 
 def annotate(model: Model, names: Mapping[str, tuple[str | None, ...] | PartitionSpec]) -> Model:
-    """Name the parameters of a model that cannot be edited.
+    """Name the dims of the parameters of a model that cannot be edited.
 
-    Names go by patterns, which match the whole of a parameter's path.
+    - `model`: an NNX module, which is changed in place and returned; or any other tree of arrays,
+      which is returned with its leaves boxed, as Linen's `nn.with_logical_partitioning` would have.
+    - `names`: from patterns, which match the whole of a parameter's path, to the names of its dims:
+      a tuple with a name or None for each dim, or a `PartitionSpec` of mesh axes.
 
-    NNX modules are changed in place and returned; any other tree is returned with its leaves boxed,
-    as Linen's `nn.with_logical_partitioning` would have. A pattern that matches nothing is an
-    error, and so are two that name one parameter differently.
+    A pattern that matches nothing is a `ValueError`, and so are two that name one parameter
+    differently.
 
     >>> params = annotate({"up": {"kernel": jnp.zeros((4, 8)), "bias": jnp.zeros(8)}},
     ...     {"up/kernel": ("embed", "mlp")})

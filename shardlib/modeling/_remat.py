@@ -41,17 +41,20 @@ def remat(
 ) -> Block:
     """Mark a block whose activations may be dropped and recomputed in the backward pass.
 
-    The strategy in force decides. A block may be marked where it is called or where it is defined:
-    `remat` is a decorator too.
+    The strategy in force decides, `Strategy(remat=...)`. Outside any strategy, and without a
+    policy, everything is kept. The function that is returned computes the same as the block.
 
-    `policy` settles it here instead: `"none"` keeps everything, `"full"` keeps only the block's
-    inputs, and a `Remat`, or `"dots"` or `"dots_without_batch"`, keeps what it says. Outside any
-    strategy, and without a policy, everything is kept. A block that takes Flax NNX modules passes
-    `checkpoint=nnx.remat`; with `graph_updates=False`, where it changes nothing in them, a model
-    may be closed over by `jax.jit`. Like `jax.checkpoint`, that function takes a `policy=`.
-
-    With `part="scores"` it is a part of a block that is marked: recomputed by itself where a value
-    drops parts of this name, `Remat.drop("scores")`, and with its block where that is recomputed.
+    - `block`: a function, such as a layer. It may be marked where it is called or where it is
+      defined: `remat` is a decorator too.
+    - `policy`: settles it here instead: `"none"` keeps everything, `"full"` keeps only the block's
+      inputs, and a `Remat`, or `"dots"` or `"dots_without_batch"`, keeps what it says.
+    - `checkpoint`: what makes of a block one that is recomputed. It takes a `policy=`, as
+      `jax.checkpoint`, the default, does. A block that takes Flax NNX modules passes `nnx.remat`;
+      with `graph_updates=False`, where it changes nothing in them, a model may be closed over by
+      `jax.jit`.
+    - `part`: a name, such as `"scores"`, for a part of a block that is marked itself. The part is
+      recomputed by itself where a value drops parts of this name, `Remat.drop("scores")`, and with
+      its block where that is recomputed. It takes no `policy` beside it.
 
     >>> jax.grad(remat(jax.numpy.sin, "full"))(0.0).item()
     1.0

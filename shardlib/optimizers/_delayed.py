@@ -10,13 +10,19 @@ import jax.numpy as jnp
 import optax
 
 from shardlib.checks import _arguments as check
+from shardlib.optimizers._local import check_wrapped
 
 
 class DelayedState(NamedTuple):
-    """The gradients that wait, and the state of the optimizer behind them."""
+    """The state of `delayed`: the gradients that wait, and the state of the optimizer behind them.
 
-    steps: jax.Array  # how many gradients came
-    waiting: tuple[Any, ...]  # the oldest first
+    - `steps`: how many gradients came.
+    - `waiting`: a tree of gradients for each step of the delay, the oldest first.
+    - `inner`: the state of the optimizer that is delayed.
+    """
+
+    steps: jax.Array
+    waiting: tuple[Any, ...]
     inner: Any
 
 
@@ -44,8 +50,7 @@ def delayed(
     >>> params.item()
     -11.0
     """
-    takes = "an optax transformation, such as `optax.sgd(0.1)`"
-    check.kind("delayed", "optimizer", optimizer, optax.GradientTransformation, takes)
+    check_wrapped("delayed", optimizer)
     delay = check.whole("delayed", "delay", delay, "a number of steps", least=1)
     inner = optax.with_extra_args_support(optimizer)
 

@@ -140,3 +140,17 @@ class Apart(optax.GradientTransformationExtraArgs):
             if name not in ("init", "update"):
                 setattr(transformation, name, function)
         return transformation
+
+
+def check_wrapped(name: str, optimizer: Any) -> None:
+    """Refuse what is no optimizer, and one that cannot be wrapped by the function `name`.
+
+    An optimizer that says itself what workers send is known by its type, which a wrapper hides.
+    """
+    takes = "an optax transformation, such as `optax.sgd(0.1)`"
+    check.kind(name, "optimizer", optimizer, optax.GradientTransformation, takes)
+    if isinstance(optimizer, Local | Apart):
+        raise ValueError(
+            f"`{name}(optimizer=...)` was given an optimizer that says itself what workers send, "
+            "which it cannot wrap: take an ordinary one of optax, such as `optax.adamw`."
+        )

@@ -38,15 +38,24 @@ this part of it.
 
 
 class OneBitAdamState(NamedTuple):
-    """The state of Adam, and whether its variance is frozen."""
+    """The state of `onebit_adam`: that of Adam, and whether its variance is frozen.
 
-    steps: jax.Array  # how many were taken
-    seen: jax.Array  # of these, those that the variance has seen
-    frozen: jax.Array  # whether the variance is
-    norm: jax.Array  # of the variance, when it was last compared
-    mu: Any  # the mean of gradients
-    nu: Any  # the mean of their squares, the variance
-    rest: Any  # the state of weight decay and of the learning rate
+    - `steps`: how many steps were taken.
+    - `seen`: how many of these the variance has seen; after the freeze it sees no more.
+    - `frozen`: whether the variance is frozen.
+    - `norm`: the norm of the variance when it was last compared, for `freeze="auto"`.
+    - `mu`: the mean of gradients, the momentum, a tree like the parameters.
+    - `nu`: the mean of their squares, the variance, a tree like the parameters.
+    - `rest`: the state of weight decay and of the learning rate.
+    """
+
+    steps: jax.Array
+    seen: jax.Array
+    frozen: jax.Array
+    norm: jax.Array
+    mu: Any
+    nu: Any
+    rest: Any
 
 
 def onebit_adam(
@@ -62,18 +71,21 @@ def onebit_adam(
 ) -> Local:
     """1-bit Adam: from some step on, workers send momenta in one bit instead of gradients.
 
-    Adam's variance is frozen from that step on.
+    Adam's variance is frozen from that step on (arXiv 2102.02888).
 
-    - `freeze`: after how many steps; or after what part of the run, below 1; or `"auto"`, when the
-      variance has settled: when its norm changes by less than 4 % over 1 / (1 - b2) steps, and the
-      learning rate has stopped rising.
+    - `learning_rate`: a number, or a schedule of optax: a function of the number of steps taken.
+    - `freeze`: after how many steps, a whole number; or after what part of the run, a float below
+      1; or `"auto"`, when the variance has settled: when its norm changes by less than 4 % over
+      1 / (1 - b2) steps, and the learning rate has stopped rising.
     - `b1`, `b2`, `eps`, `weight_decay`, `mask`: those of `optax.adamw`, which it is until the
       freeze; without weight decay unless some is given.
-    - `steps`: the length of the run, of which `freeze` may be a part. `sl.fit` says it.
+    - `steps`: the length of the run in steps, which a `freeze` below 1 needs. `sl.fit` fills it in;
+      give it where you call the step yourself.
 
-    It goes with `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Parameters
-    that the exchange sums exactly stay Adam's for good. Elements whose gradient was zero in every
-    step before the freeze have no variance to divide by, and no bit says zero: gradients no longer
+    Give what it returns to `sl.init` as it is, not in `optax.chain`, under
+    `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Parameters that the
+    exchange sums exactly stay Adam's for good. Elements whose gradient was zero in every step
+    before the freeze have no variance to divide by, and no bit says zero: gradients no longer
     move them. Where such elements are to be learned later, sum them exactly.
 
     >>> import shardlib as sl

@@ -34,13 +34,20 @@ _CHANGE = 0.1  # how much a factor may differ from the one before, as a part of 
 
 
 class OneBitLambState(NamedTuple):
-    """What 1-bit LAMB has besides the state of 1-bit Adam, of which it is the `rest`."""
+    """What `onebit_lamb` has besides the state of 1-bit Adam, as its `OneBitAdamState.rest`.
 
-    ratio: Any  # for each parameter, the mean of its ratios, while the variance is not frozen
-    weight: jax.Array  # what that mean is divided by, since it begins with zero
-    factor: Any  # for each parameter, the factor of its last step
-    fresh: Any  # the variance that goes on
-    rest: Any  # the state of the learning rate
+    - `ratio`: for each parameter, the mean of its ratios; it stays as it is after the freeze.
+    - `weight`: what that mean is divided by, since it begins with zero.
+    - `factor`: for each parameter, the factor by which its last ratio was corrected.
+    - `fresh`: the variance that goes on after the freeze, a tree like the parameters.
+    - `rest`: the state of the learning rate.
+    """
+
+    ratio: Any
+    weight: jax.Array
+    factor: Any
+    fresh: Any
+    rest: Any
 
 
 def onebit_lamb(
@@ -60,21 +67,26 @@ def onebit_lamb(
     """1-bit LAMB: from some step on, workers send momenta in one bit instead of gradients.
 
     Its variance, and the ratios by which it scales the steps of parameters, are frozen from that
-    step on.
+    step on (arXiv 2104.06069).
 
-    - `freeze`: when the variance is frozen: a step, a part of the run, or "auto", when the norm of
-      the variance hardly changes and the learning rate has stopped rising.
-    - `steps`: the length of the run, of which `freeze` may be a part. `sl.fit` says it.
+    - `learning_rate`: a number, or a schedule of optax: a function of the number of steps taken.
+    - `freeze`: after how many steps, a whole number; or after what part of the run, a float below
+      1; or `"auto"`, when the norm of the variance hardly changes and the learning rate has stopped
+      rising.
     - `b1`, `b2`, `eps`, `weight_decay`, `mask`: those of `optax.lamb`, which it is until the freeze
       as long as no ratio meets a bound.
     - `ratios`: the least and the largest ratio of a parameter's norm over that of its step.
     - `factors`: the least and the largest factor by which a frozen ratio is corrected.
-    - `memory`: how much of the mean of ratios is kept in a step before the freeze.
+    - `memory`: how much of the mean of ratios is kept in a step before the freeze, from 0 to below
+      1.
+    - `steps`: the length of the run in steps, which a `freeze` below 1 needs. `sl.fit` fills it in;
+      give it where you call the step yourself.
 
-    It goes with `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Parameters
-    that the exchange sums exactly stay LAMB's for good. What is said of elements without variance
-    under `onebit_adam` holds here too. A ratio is that of a whole array: of layers that are stacked
-    in one array they share it.
+    Give what it returns to `sl.init` as it is, not in `optax.chain`, under
+    `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Parameters that the
+    exchange sums exactly stay LAMB's for good. What is said of elements without variance under
+    `onebit_adam` holds here too. A ratio is that of a whole array: layers that are stacked in one
+    array share it.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data,

@@ -9,6 +9,7 @@ import optax
 
 from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
+from shardlib.optimizers._local import check_wrapped
 
 
 def per_layer_and_expert(
@@ -19,9 +20,13 @@ def per_layer_and_expert(
     Blocks that are scanned, and experts, are one array with leading dims for them. An optimizer
     that looks at a whole parameter then looks at all of them: Adafactor factors its second moments
     over the two longest dims, of which one may be that of the experts, and LAMB has one norm for
-    all layers. `stacked(path, parameter)` says how many leading dims of a parameter count its
-    members. What an optimizer does across parameters, clipping by the global norm say, goes
+    all layers. What an optimizer does across parameters, clipping by the global norm say, goes
     outside.
+
+    Args:
+        optimizer: an optax transformation. It sees one member at a time.
+        stacked: `(path, parameter) -> int`, how many leading dims of a parameter count its members;
+            0 for a parameter by itself. A path is text such as `"blocks/mlp/up"`.
 
     >>> import jax.numpy as jnp
     >>> lamb = per_layer_and_expert(optax.lamb(0.1), lambda path,
@@ -31,13 +36,7 @@ def per_layer_and_expert(
     >>> [round(float(update), 2) for update in updates["blocks"][:, 0]]
     [-0.1, -10.0]
     """
-    check.kind(
-        "per_layer_and_expert",
-        "optimizer",
-        optimizer,
-        optax.GradientTransformation,
-        "an optax transformation",
-    )
+    check_wrapped("per_layer_and_expert", optimizer)
     check.function(
         "per_layer_and_expert", "stacked", stacked, "a function of a path and a parameter"
     )

@@ -38,18 +38,30 @@ _NEVER = -1  # the step in which the variance is seen next, once it is frozen
 
 
 class ZeroOneAdamState(NamedTuple):
-    """The state of 0/1 Adam of one worker. All but `mu` and `u` is the same for all of them."""
+    """The state of `zero_one_adam` of one worker. All but `mu` and `u` is the same for all workers.
 
-    steps: jax.Array  # how many were taken
-    seen: jax.Array  # of these, those that the variance has seen
-    next_seen: jax.Array  # the number of the step that it sees next, -1 if none
-    next_meeting: jax.Array  # after how many steps workers meet next
-    apart: jax.Array  # whether workers have moved on their own since they met
-    rates: jax.Array  # the sum of rates since then
-    decay: jax.Array  # what weight decay has left since then of a parameter that does not move
-    mu: Any  # the mean of gradients
-    nu: Any  # the mean of the squares of averaged gradients, the variance
-    u: Any  # what the worker's momenta have added up to since the last meeting
+    - `steps`: how many steps were taken.
+    - `seen`: how many of these the variance has seen.
+    - `next_seen`: the number of the step that the variance sees next, -1 if none.
+    - `next_meeting`: after how many steps workers meet next.
+    - `apart`: whether workers have moved on their own since they met.
+    - `rates`: the sum of learning rates since then.
+    - `decay`: what weight decay has left since then of a parameter that does not move.
+    - `mu`: the mean of gradients, the momentum.
+    - `nu`: the mean of the squares of averaged gradients, the variance.
+    - `u`: what the worker's momenta have added up to since the last meeting.
+    """
+
+    steps: jax.Array
+    seen: jax.Array
+    next_seen: jax.Array
+    next_meeting: jax.Array
+    apart: jax.Array
+    rates: jax.Array
+    decay: jax.Array
+    mu: Any
+    nu: Any
+    u: Any
 
 
 def zero_one_adam(
@@ -69,20 +81,26 @@ def zero_one_adam(
 ) -> Apart:
     """0/1 Adam: momenta of one bit, fewer and fewer exact gradients, and steps that send nothing.
 
-    - `freeze`: after how many steps, or what part of the run, the variance is frozen.
+    It is the method of arXiv 2202.06009.
+
+    - `learning_rate`: a number, or a schedule of optax: a function of the number of steps taken.
+    - `freeze`: after how many steps (a whole number), or what part of the run (a float below 1),
+      the variance is frozen.
     - `kappa`: how often the variance sees a gradient before the interval between such gradients
       doubles; it begins with every step.
     - `apart`, `double`: workers meet in every step until `apart + double`, then in every second
       one, after another `double` in every fourth, and so on. Each is a number of steps or a part of
-      the run.
+      the run, as `freeze` is.
     - `longest`: the longest interval between meetings, in steps.
     - `b1`, `b2`, `eps`, `weight_decay`, `mask`: those of `optax.adamw`; without weight decay unless
       some is given. A mask that is a function may not depend on sizes: it is given shards too.
-    - `steps`: the length of the run, of which the others may be parts. `sl.fit` says it.
+    - `steps`: the length of the run in steps, which parts of the run need. `sl.fit` fills it in;
+      give it where you call the step yourself.
 
-    It goes with `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Workers have
-    parameters of their own, `State.workers`; an evaluation is of their mean. Elements whose
-    averaged gradient was always zero have no variance to divide by: weight decay alone moves them.
+    Give what it returns to `sl.init` as it is, not in `optax.chain`, under
+    `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Workers have parameters of
+    their own, `State.workers`; an evaluation is of their mean. Elements whose averaged gradient was
+    always zero have no variance to divide by: weight decay alone moves them.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data,

@@ -38,18 +38,20 @@ class BreakEven(Shown):
     """What `break_even` has found of a step, as a mean over steps.
 
     - `compute_seconds`: of the step without its exchange.
-    - `exact_seconds`, `compressed_seconds`: of an exact sum, and of the exchange that was asked
-      about, with packing.
-    - `bandwidth`: bytes per second of a device below which the latter is faster; 0 if it never is.
-    - `sent_bytes`: what a device sends in a step, and `most_bytes` in one that sends most.
+    - `exact_seconds`: of an exact sum.
+    - `compressed_seconds`: of the exchange that was asked about, with packing.
+    - `bandwidth`: bytes per second of a device below which the latter is faster; 0 if it never is,
+      infinite if it always is.
+    - `sent_bytes`: what a device sends in a step.
+    - `most_bytes`: what it sends in a step that sends most.
     """
 
     compute_seconds: float
     exact_seconds: float
     compressed_seconds: float
-    bandwidth: float  # bytes per second of a device, below which compression wins
-    sent_bytes: float = 0.0  # of a device, in a step; a mean where steps differ
-    most_bytes: float = 0.0  # in a step that sends most
+    bandwidth: float
+    sent_bytes: float = 0.0
+    most_bytes: float = 0.0
 
     @property
     def speedup(self) -> float:

@@ -159,8 +159,9 @@ class _Layer:
         if form != "gather" and ring > 1:
             held = whole / ring * min(ring, 2)
         name = f"usp {ring}x{ulysses}" if form == "usp" else form
-        # The last device sees all keys, and the first hardly any.
-        in_order = form in ("gather", "ring")
+        # The last device sees all keys, and the first hardly any, where there are not two parts of
+        # the sequence for each device.
+        in_order = form in ("gather", "ring") or self.tokens % (2 * self.devices) > 0
         load = 2 - 1 / ring if in_order else 1.0
         return FormCosts(
             name,

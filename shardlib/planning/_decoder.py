@@ -18,11 +18,16 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Module:
-    """A part of a decoder, of which there are `count`; figures are of one.
+    """A part of a decoder, such as the attention of a layer; figures are of one of them.
 
-    `flops` are those of a forward pass, `output` is the shape of what the module hands on, and
-    `kept_bytes` is what JAX keeps of it for the backward pass. `in_layer` says whether each layer
-    has one, as it has an attention, or the decoder has one, as it has a head.
+    - `name`: what it is, such as `attention`.
+    - `count`: how many of them the decoder has.
+    - `parameters`: how many parameters it has.
+    - `flops`: floating-point operations of a forward pass.
+    - `output`: the shape of what it hands on.
+    - `kept_bytes`: what JAX keeps of it for the backward pass.
+    - `in_layer`: whether each layer has one, as it has an attention, or the decoder has one, as it
+      has a head.
     """
 
     name: str
@@ -36,13 +41,24 @@ class Module:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The shape of a decoder: what the formulas ask about.
+    """The shape of a decoder (GPT, Llama): what the formulas of `sl.estimate` ask about.
 
+    - `layers`: how many layers it has.
+    - `width`: the size of the stream between layers.
+    - `heads`: how many heads of queries an attention has.
     - `sequence`: tokens of an example.
-    - `kv_heads`, `head_dim`, `hidden`: as many as heads, the width over the heads, and four times
-      the width, unless they are given; `hidden` is the inner width of the MLP.
-    - `tied`: the head shares the embedding. `final_norm`: there is a norm before the head.
-    - `scores`: attention writes its scores to memory; `sl.kernels.attention` does not.
+    - `vocab`: how many tokens the vocabulary has.
+    - `kv_heads`: heads of keys and values; by default as many as `heads`.
+    - `head_dim`: the size of a head; by default the width over the heads.
+    - `hidden`: the inner width of the MLP; by default four times the width.
+    - `norm`: the kind of its norms, `"layer"` or `"rms"`.
+    - `mlp`: the activation of its MLP; `"swiglu"` and `"geglu"` have a third matrix, for the gate.
+    - `positions`: `"learned"`, a table of them, or `"rotary"`, which has no parameters.
+    - `bias`: whether linear and `"layer"` norm layers add a bias.
+    - `tied`: whether the head shares the embedding.
+    - `final_norm`: whether there is a norm before the head.
+    - `scores`: whether attention writes its scores to memory, as plain JAX does;
+      `sl.kernels.attention` does not.
 
     >>> gpt1 = Decoder(layers=12, width=768, heads=12, sequence=512, vocab=40_512, tied=False,
     ...     final_norm=False)

@@ -29,10 +29,18 @@ def zero_bytes(
     gradients: int = 2,
     state: int = 12,
 ) -> int:
-    """ZeRO's bytes per device, by the paper's formulas.
+    """ZeRO's bytes per device, of parameters, gradients and optimizer state, by the paper.
 
-    By default they are those of mixed-precision Adam, whose `state` holds the 32-bit master and two
-    moments.
+    By default they are those of mixed-precision Adam.
+
+    Args:
+        parameters: how many parameters the model has.
+        devices: how many devices share what is split.
+        stage: ZeRO's stage: 0 splits nothing, 1 the optimizer's state, 2 gradients too, 3
+            parameters too.
+        weights: bytes of each parameter, as the model computes with it.
+        gradients: bytes of its gradient.
+        state: bytes of its optimizer state: by default a 32-bit master and two moments.
 
     >>> [round(zero_bytes(7_500_000_000, devices=64, stage=stage) / 1e9, 1) for stage in range(4)]
     [120.0, 31.4, 16.6, 1.9]
@@ -57,10 +65,13 @@ def zero_bytes(
 
 @dataclass(frozen=True)
 class Estimate(Shown):
-    """The estimated memory of a device, by kind, and the FLOPs of a step.
+    """The estimated memory of a device, by kind, and the FLOPs of a step; it prints as tables.
 
-    It has the most of each kind at any moment, and the total at the peak; FLOPs are of a step on
-    all devices.
+    - `kinds`: bytes of a device by kind, such as `parameters` and `activations`: the most of each
+      at any moment.
+    - `total_bytes`: bytes of a device at its fullest moment, which need not be their sum.
+    - `flops`: floating-point operations of a step, on all devices.
+    - `modules`: the parts of the decoder, each with its parameters, FLOPs and bytes.
     """
 
     kinds: dict[str, int]
@@ -130,11 +141,13 @@ class ItemSizes:
 class Parallelism:
     """How many devices share a decoder, and what each of them holds.
 
-    - `data`: devices with examples of their own, which share what ZeRO's stage `zero` splits.
-    - `zero`: at rest every stage splits everything; during a step, stage 1 holds whole parameters
-      and gradients, stage 2 whole parameters, stage 3 those of one layer.
-    - `tensor`: devices that split each layer, as Megatron does; and with `sequence`, its sequence
-      parallelism, they split the stream between layers too.
+    - `data`: devices with examples of their own, which share what ZeRO splits.
+    - `zero`: ZeRO's stage; 0 splits nothing. At rest all others split parameters and optimizer
+      state; during a step, stage 1 holds whole parameters and gradients, stage 2 whole parameters,
+      stage 3 those of one layer.
+    - `tensor`: devices that split each layer, as Megatron does.
+    - `sequence`: whether these split the stream between layers too, Megatron's sequence
+      parallelism.
     """
 
     data: int = 1

@@ -10,9 +10,12 @@ from shardlib.tracing._flops import Flops, flops_of
 def flops(step: Any, state: Any, batch: Any) -> Flops:
     """Count the floating-point operations of a step's products, by pass.
 
-    Nothing is compiled, and nothing runs. `step` is what `sl.train_step` gives, or any
-    `jax.jit`-ed function of a state and a batch. Both may be abstract, as for `sl.plan`, whose
-    plans have the same count, `plan.flops`.
+    Nothing is compiled, and nothing runs. A plan has the same count, `plan.flops`. A step with a
+    pipeline cannot be counted, and is a `ValueError`.
+
+    - `step`: what `sl.train_step` gives, or any `jax.jit`-ed function of a state and a batch.
+    - `state`: its state, which may be abstract: `sl.init(..., abstract=True)`.
+    - `batch`: its batch, or the shapes of one, `jax.ShapeDtypeStruct`s.
 
     >>> import jax, jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, remat="full")

@@ -54,11 +54,12 @@ class FrontierPoint:
 class Frontier(Shown):
     """The choices that no other one beats both in memory and in what is computed again.
 
-    They are in the order of what they take. Keeping everything is the last one: it computes no
-    norm and no activation function again either, which products do not count. It prints as a
-    table, and `svg()` draws it.
+    It prints as a table, and `svg()` draws it. `fitting()` is the best choice that fits.
 
+    - `target`: the machine, or how many devices, in words.
     - `usable_bytes`: what a step may take of a device of the target; infinite where nobody knows.
+    - `points`: the choices, in the order of what they take. Keeping everything is the last one: it
+      computes no norm and no activation function again either, which products do not count.
     """
 
     target: str

@@ -31,7 +31,12 @@ from shardlib.step._step import Step
 
 @dataclass(frozen=True)
 class TriedMicrobatch:
-    """A program that was compiled: examples of a device at a time, microbatches, and bytes."""
+    """A size of microbatch for which a program was compiled, and what that takes.
+
+    - `microbatch`: how many examples a device takes at a time.
+    - `accumulate`: how many microbatches that makes, `Strategy(accumulate=...)`.
+    - `total_bytes`: the bytes that the step takes of a device.
+    """
 
     microbatch: int
     accumulate: int
@@ -40,9 +45,12 @@ class TriedMicrobatch:
 
 @dataclass(frozen=True)
 class LargestMicrobatch(Shown):
-    """The largest microbatch that fits, and the programs that were compiled to find it.
+    """The largest `microbatch` that fits, and the programs that were compiled to find it.
 
-    It prints as a table. `memory` is what a step may take of a device, in bytes.
+    It prints as a table.
+
+    - `memory`: what a step may take of a device, in bytes.
+    - `tried`: the sizes that were tried, in the order in which they were.
     """
 
     memory: int

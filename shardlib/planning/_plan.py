@@ -43,19 +43,30 @@ from shardlib.tracing._flops import Flops
 
 @dataclass(frozen=True)
 class Plan(Shown):
-    """What a step will do on a machine.
+    """What a step will do on a machine: its memory, its collectives, and whether it fits.
 
+    `plan` makes it. It prints as a report; `as_dict()` is the same for machines. `fits` says
+    whether the program was compiled, and has room on the device and its host.
+
+    - `name`: what the report calls the step.
+    - `target`: the machine that the step was compiled for, in words.
+    - `mesh`: the axes of its mesh and their sizes, as text.
+    - `slow_axes`: the axes that cross the slow network.
+    - `devices`: how many devices the mesh has.
+    - `chip`: the datasheet of a device.
     - `memory`: bytes of each device, by kind and in all.
     - `collectives`: each with its axes, its bytes and its lines of source.
-    - `fits`: whether the program was compiled, and has room on the device and its host.
-    - `refusal`: what the compiler said if it refused the program, or nothing.
-    - `advice`: what to change, most bytes first; `remarks`: options that were left out, and the
-      like.
+    - `remarks`: what else there is to say, such as compiler options that were left out.
+    - `advice`: what to change, most bytes first.
     - `prices`: what each stage of ZeRO would send and hold, by formula.
+    - `estimate`: the estimate that `plan` was given, or None.
+    - `refusal`: what the compiler said if it refused the program, or an empty text.
+    - `flops`: operations of a step's products, and how many of them are computed again; None for a
+      pipeline, of which they cannot be counted.
+    - `lower_seconds`: how long it took to trace and lower the step.
+    - `compile_seconds`: how long it took to compile it.
+    - `compiled_before`: whether an earlier plan has compiled it, whose answer was kept.
     - `activations`: a row for each named activation of blocks that are marked with `sl.remat`.
-    - `flops`: products of a step, and how many of them are computed again.
-
-    It prints as a report; `as_dict()` is the same for machines.
     """
 
     name: str
@@ -71,11 +82,11 @@ class Plan(Shown):
     prices: tuple[Price, ...]
     estimate: Estimate | None
     refusal: str
-    flops: Flops | None  # None for a pipeline, of which they cannot be counted
+    flops: Flops | None
     lower_seconds: float
     compile_seconds: float
-    compiled_before: bool = False  # by an earlier plan, whose answer was kept
-    activations: tuple[Activation, ...] = ()  # of marked blocks, by name
+    compiled_before: bool = False
+    activations: tuple[Activation, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -233,16 +244,19 @@ def plan(
 ) -> Plan:
     """Compile a step for a machine that need not be there, and say what it will do.
 
-    That is what memory it takes, which collectives it runs, and whether it fits.
+    That is what memory it takes, which collectives it runs, and whether it fits. Nothing is
+    executed.
 
-    `step` is what `sl.train_step` gives, or any `jax.jit`-ed function of a state and a batch. Both
-    may be abstract (`sl.init(..., abstract=True)`, `jax.ShapeDtypeStruct`); nothing is executed.
-    `target` is a machine by name (see `Target`), onto which a step of ours is laid out with the
-    axes it has; by default the devices of its mesh. An `estimate` that was made before
-    (`sl.estimate`) is printed next to what the compiler says.
-
-    In the folder `cache`, if there is one, what the compiler says of a step of `sl.train_step` is
-    kept; the same step is not compiled for the same machine again.
+    - `step`: what `sl.train_step` or `sl.evaluation` gives, or any `jax.jit`-ed function of a state
+      and a batch.
+    - `state`: its state, which may be abstract: `sl.init(..., abstract=True)`.
+    - `batch`: its batch, or the shapes of one, `jax.ShapeDtypeStruct`s.
+    - `target`: a machine, as a `Target` or its text, such as `"tpu:v5e:16x16"`, onto which a step
+      of `sl.train_step` is laid out with the axes it has; by default the devices of its mesh.
+    - `estimate`: of `sl.estimate`, to be printed next to what the compiler says.
+    - `name`: what the report calls the step; by default the name of its function.
+    - `cache`: a folder that keeps what the compiler says of a step of `sl.train_step`, so that the
+      same step is not compiled for the same machine again; by default nothing is kept.
 
     Where the step does not fit, up to four more programs are compiled to say what its blocks may
     keep, with a line on standard error for each.

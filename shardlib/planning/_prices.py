@@ -24,11 +24,13 @@ from shardlib.step._strategy import Strategy
 
 @dataclass(frozen=True)
 class Price:
-    """What a stage of ZeRO costs in a step.
+    """What a stage of ZeRO costs a device in a step, by formula.
 
-    `sent_bytes` is what a device sends over the axes that ZeRO splits over. `held_bytes` is what it
-    holds besides what is at rest: copies of parameters and sums of gradients. In addition, stage 3
-    holds the parameters of one layer at a time.
+    - `stage`: the stage, 1 to 3.
+    - `sent_bytes`: what the device sends over the axes that ZeRO splits over.
+    - `held_bytes`: what it holds besides what is at rest: copies of parameters and sums of
+      gradients. In addition, stage 3 holds the parameters of one layer at a time.
+    - `chosen`: whether it is the stage of the step that was planned.
     """
 
     stage: int
@@ -131,7 +133,7 @@ def _sizes_of_split(state: State, strategy: Strategy) -> list[_Sizes]:
                 parts_over(mesh_shape, split.axes),
                 parts_over(mesh_shape, sequence_axes),
                 weight=size * compute.itemsize,
-                wire=size * reduced.itemsize,
+                wire=size * dtypes.sent(leaf.dtype).itemsize,
                 summed=size * summed.itemsize,
                 summed_part=size * summed_part.itemsize,
             )

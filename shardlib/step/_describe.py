@@ -37,12 +37,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Description(Shown):
-    """What `describe` found; it prints as a table.
+    """How a state is laid out on its mesh; `describe` makes it, and it prints as a table.
 
-    `rows` are for parameters and other arrays of the model, totals for all.
-
-    `optimizer_rows` are of the optimizer's state, one for each leaf; those that are sharded just
-    like their parameters, and scalars, are counted in the table and not listed.
+    - `mesh`: the axes of the mesh and their sizes, as text.
+    - `rows`: one for each parameter and other array of the model, with `path`, `shape`, `dtype`,
+      `names`, `spec`, `bytes_per_device` and a `remark`.
+    - `optimizer_rows`: one for each leaf of the optimizer's state. Those that are sharded just like
+      their parameters, and scalars, are counted in the table and not listed.
+    - `like_parameters`: how many of these leaves are sharded just like their parameters.
+    - `parameter_count`: how many numbers all parameters have.
+    - `parameter_bytes`: their bytes, each counted once.
+    - `bytes_per_device`: the bytes that a device holds, by what they are for.
+    - `unused_rules`: names whose rules split something, and that no array of the model has.
+    - `idle_axes`: mesh axes that split nothing, along which devices repeat work.
+    - `order`: sentences on stacks whose layers are not in the order of the model.
     """
 
     mesh: str
@@ -54,7 +62,7 @@ class Description(Shown):
     bytes_per_device: dict[str, int]
     unused_rules: tuple[str, ...]
     idle_axes: tuple[str, ...]
-    order: tuple[str, ...] = ()  # of stacks whose layers are not in the order of the model
+    order: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         width = terminal_width()

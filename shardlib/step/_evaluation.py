@@ -29,14 +29,18 @@ from shardlib.step._weights import evaluate_loss, step_parameters, with_partitio
 
 
 def evaluation(loss_fn: LossFunction, strategy: Strategy) -> "Evaluation":
-    """Make what measures a state: `(state, source) -> metrics`.
+    """Make a function that measures a state on held-out data: `(state, source) -> metrics`.
 
-    Each metric is a mean over all examples of all batches.
+    The metrics are numbers by name, `loss` and those of the loss, each a mean over all examples of
+    all batches of `source`.
 
-    `loss_fn` is as for `train_step`. Dropout is as `loss_fn` has it: give it a model that draws
-    nothing, `nnx.view(model, deterministic=True)`. What it changes in the model's state is
-    forgotten. Weights that ZeRO splits are made whole layer by layer, as in the step; batches are
-    not split into microbatches, but for those of a pipeline, which go through one after the other.
+    - `loss_fn`: as for `train_step`. Dropout is as `loss_fn` has it: give it a model that draws
+      nothing, `nnx.view(model, deterministic=True)`. What it changes in the model's state is
+      forgotten.
+    - `strategy`: that of the step.
+
+    Weights that ZeRO splits are made whole layer by layer, as in the step; batches are not split
+    into microbatches, but for those of a pipeline, which go through one after the other.
 
     >>> import shardlib as sl, jax.numpy as jnp
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, accumulate=2)

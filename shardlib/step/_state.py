@@ -214,19 +214,22 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """A run between two steps: a pytree of global arrays, each with its sharding.
+    """The state of a run between two steps: a pytree of global arrays, each with its sharding.
+
+    `init` makes it. `state.model` is the model with its values, `state.weights` all parameters, in
+    the model's order.
 
     - `step`: how many steps were taken.
-    - `params`, `frozen`: the parameters that the optimizer moves, and those that stay as they are.
-      Where one tree has a leaf, the other has None. `state.weights` has all, in the model's order.
+    - `params`: the parameters that the optimizer moves; a frozen one is None here.
+    - `frozen`: the parameters that stay as they are; one that is moved is None here.
     - `opt_state`: the optimizer's state, as optax makes it.
     - `errors`: what a compressed exchange has left over (error feedback), by the paths of
       parameters, each device's own along dim 0.
     - `workers`: what workers have of their own where they train apart, `LocalSGD` or `DiLoCo`, or
       None. Then `params` are those of their last meeting, and `opt_state` and `rest` are empty.
       Around a `ParameterServer`, `params` and `opt_state` are the server's.
-    - `streams`, `rest`: the random streams inside the model, and its other arrays, such as the
-      statistics of a batch norm.
+    - `streams`: the random streams inside the model, such as those of dropout.
+    - `rest`: the other arrays of the model, such as the statistics of a batch norm.
     - `key`: from which each step derives its randomness.
     - `nonfinite`: how many steps had a gradient that was not finite.
     - `layout`: the strategy, the optimizer and the names; static.

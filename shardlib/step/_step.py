@@ -61,18 +61,29 @@ from shardlib.step._weights import step_parameters
 
 
 def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
-    """Make the step of a training run: `(state, batch) -> (state, metrics)`.
+    """Make the train step of a run: a function `(state, batch) -> (state, metrics)`.
 
-    It is compiled, and the old state is donated.
+    It is compiled at its first call. The state that it is given is donated: go on with the one that
+    it returns. Every leaf of `batch` has the examples along dim 0.
 
-    `loss_fn(model, batch, rng)` sees the model and some of the examples. It returns the loss, or
-    `(loss, metrics)` with a dict of metrics:
+    - `loss_fn`: a function `loss_fn(model, batch, rng)` of the model, some of the examples, and a
+      key whose draws do not depend on the mesh. It returns the loss, or `(loss, metrics)` with a
+      dict of metrics. The loss is `sl.weighted_mean(total, weight)`, or a scalar: then all examples
+      weigh the same. A metric is either of these, or `sl.weighted_mean(total, weight)` of an array.
+      What it changes in the model's state other than parameters is kept.
+    - `strategy`: how to train, the `sl.Strategy` that the state was made with.
 
-    - The loss is `sl.weighted_mean(total, weight)`, or a scalar: then all examples weigh the same.
-    - A metric is either of these too, or `sl.weighted_mean(total, weight)` of an array.
+    The metrics that a step returns are those of the loss, as means over the whole batch, and these:
 
-    What it changes in the model's state other than parameters is kept. `rng` is a key whose draws
-    do not depend on the mesh. Every leaf of `batch` has the examples along dim 0.
+    - `loss`: the loss of the whole batch.
+    - `weight`: what the examples of the batch weigh together.
+    - `grad_norm`: the norm of the gradient, before it is clipped.
+    - `first_nonfinite`: the number of the first parameter whose gradient is not finite, or -1.
+    - `nonfinite_losses`: in how many microbatches of all devices the loss is not finite.
+    - `nonfinite_microbatch`: which one it is, if it is a single one, or -1.
+    - `compressed`: whether gradients were compressed in this step; only of optimizers that decide
+      it, such as `sl.optimizers.onebit_adam`.
+    - `met`: whether workers have met in this step; only where they train apart.
 
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
@@ -86,7 +97,13 @@ def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
 
 
 class Step:
-    """A compiled train step; make it with `train_step`."""
+    """A compiled train step; make it with `train_step`.
+
+    `step(state, batch)` takes a step. `step.lower(state, batch).compile()` shows what it will do.
+
+    - `loss_fn`: the loss that it was made with.
+    - `strategy`: the strategy that it was made with.
+    """
 
     def __init__(self, loss_fn: LossFunction, strategy: Strategy) -> None:
         if not callable(loss_fn) or not isinstance(strategy, Strategy):

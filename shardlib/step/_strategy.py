@@ -48,43 +48,46 @@ _MOST_MICROBATCHES = 2**31 - 1
 
 @dataclass(frozen=True)
 class Strategy:
-    """How to run a model on a mesh.
+    """How to train a model on a mesh of devices: what is split, computed, kept and sent, and how.
 
     - `mesh`: text such as `"data=2,model=4"`, of the devices JAX has, or a `Mesh` (of devices that
       are not there, say).
-    - `rules`: which names those axes split.
-    - `dcn`: which of the axes cross the data-centre network, as in `make_mesh`.
-    - `zero`: ZeRO's stage, 0 to 3, one of FSDP's names (`"FULL_SHARD"`, `"SHARD_GRAD_OP"`,
-      `"HYBRID_SHARD"`), or a `Zero`: what is split over the axes of data and of sequences.
+    - `rules`: which names of dims those axes split, `AxisRules`, such as `sl.rules.data`.
+    - `dcn`: which of the axes cross the data-centre network, as in `make_mesh`; only for a mesh
+      that is given as text. By default none does.
+    - `zero`: what is split over the axes of data and of sequences: ZeRO's stage, from 0, nothing,
+      to 3; one of FSDP's names (`"NO_SHARD"`, `"SHARD_GRAD_OP"`, `"FULL_SHARD"`,
+      `"HYBRID_SHARD"`); or a `Zero`.
     - `accumulate`: microbatches per step, whose gradients are summed, in float32 unless `precision`
       says otherwise.
-    - `precision`: the dtype to compute in, `"bf16"`, or a `Precision`. What is stored are the
-      master weights.
+    - `precision`: the dtype to compute in, such as `"bf16"`, or a `Precision`. What is stored are
+      the master weights. `"float32"`, the default, computes with parameters as they are stored.
     - `clip`: the global norm above which a gradient is scaled down to it, or an optax
       transformation without state that clips otherwise: `optax.clip(1.0)` by value,
-      `optax.adaptive_grad_clip(0.01)` adaptively.
+      `optax.adaptive_grad_clip(0.01)` adaptively. None clips nothing.
     - `frozen`: patterns that match the whole path of parameters which stay as they are: no
       gradient, no state.
-    - `nonfinite`: what happens to a step whose gradient is not finite: it is counted; and `"skip"`
-      leaves parameters and optimizer as they were, `"count"` takes the step all the same, so that
-      one bad batch may make every parameter nan.
-    - `remat`: what is kept for the backward pass: `"none"` keeps all activations; `"full"` keeps
-      only the inputs of blocks marked with `sl.remat`; `"dots"` and `"dots_without_batch"` keep
-      results of matrix products too; `"minimal"` those of projections and attention's context;
-      `"selective"` everything but attention's scores and their softmax; `"sublinear"` the inputs of
-      few blocks of a loop, `Remat.slots(4)` of as many as it says; a `Remat`, such as
-      `Remat.save("context")`, what it says, in the memory of the host with
-      `Remat.offload("block_in")`, and `Remat.layers((8, "none"), rest="full")` not the same of all
-      blocks. `Remat.budget("14GiB")` keeps what fits.
-      `"stage"`, under a pipeline, keeps only what was sent to each stage, and, while a stage is
-      recomputed, only the inputs of its blocks.
+    - `nonfinite`: what a step does whose gradient is not finite: `"skip"` leaves parameters and
+      optimizer as they were; `"count"` takes the step all the same, so that one bad batch may make
+      every parameter nan. Either way `state.nonfinite` counts it.
+    - `remat`: what blocks marked with `sl.remat` keep for the backward pass; all else in them is
+      computed again. `"none"`, the default, keeps all activations; `"full"` only the inputs of
+      blocks; `"dots"` and `"dots_without_batch"` results of matrix products too; `"minimal"` those
+      of projections and attention's context; `"selective"` everything but attention's scores and
+      their softmax; `"sublinear"` the inputs of few blocks of a loop; `"stage"`, under a pipeline,
+      only what was sent to each stage, and, while a stage is recomputed, only the inputs of its
+      blocks. Finer choices are a `sl.Remat`: `Remat.save("context")` keeps activations by name,
+      `Remat.offload("block_in")` in the memory of the host, `Remat.slots(4)` the inputs of so many
+      blocks of a loop, `Remat.layers((8, "none"), rest="full")` not the same in all layers, and
+      `Remat.budget("14GiB")` what fits.
     - `offload`: what stays in the memory of the host while it is not used: `"optimizer"`, its
-      state; `"parameters"`; `"all"`, both; or an `Offload`.
-    - `exchange`: what happens to gradients between devices: `sl.Exact()`, or over some of the axes
-      of data what `sl.collectives` has, `sl.collectives.OneBit("pod")`.
+      state; `"parameters"`; `"all"`, both; or an `Offload`. None keeps all of it on the devices.
+    - `exchange`: what happens to gradients between devices: `sl.Exact()`, the default, adds them up
+      exactly; over some of the axes of data `sl.collectives` has compressed sums, such as
+      `OneBit("pod")`, and workers that train apart, such as `DiLoCo("pod", every=500)`.
     - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`: the axis
       that the rule `layers` names has a stage at each place, and the microbatches go through as the
-      schedule says. (To the trainer, `1f1b:4:16`.)
+      schedule says. (To the trainer, `1f1b:4:16`.) None is no pipeline.
     - `draws`: `"same"`, random numbers are the same on every mesh, and keys of other
       implementations than threefry are refused. `"by_mesh"`, they may depend on the mesh, so that
       keys of `rbg`, faster on TPUs, may be used; the key that a loss is given is then of JAX's

@@ -46,9 +46,17 @@ _ENTRIES_SHOWN = 3  # of the array that differs first
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a mesh was from one device.
+    """How far a step on a mesh was from one device, as `check_step` returns it.
 
-    It has the largest difference of each kind, relative as `check_step` says.
+    Differences are the largest of an entry over all steps, as a fraction of its array's scale.
+
+    - `mesh`: the axes of the mesh and their sizes, as text.
+    - `accumulate`: how many microbatches a step had.
+    - `loss`: the difference of the loss and the metrics.
+    - `gradients`: that of the gradients.
+    - `optimizer_state`: that of the optimizer's state.
+    - `state`: that of the model's other state, such as running means.
+    - `randomness`: that of random numbers, which must be 0 unless draws depend on the mesh.
     """
 
     mesh: str

@@ -38,8 +38,12 @@ _OPAQUE = ("custom_call", "ffi_call", CUDNN_ATTENTION)
 class Flops:
     """Floating-point operations of a step's products, on all devices.
 
-    - `forward`, `backward`: of the two passes; `recomputed`: what is computed again of the forward
-      pass during the other, in blocks and parts that are recomputed.
+    A multiplication and an addition count each.
+
+    - `forward`: those of the forward pass.
+    - `backward`: those of the backward pass, without what is computed again.
+    - `recomputed`: what is computed again of the forward pass during the backward pass, in blocks
+      and parts that are recomputed.
     - `in_kernels`: what kernels of Pallas do of all these.
     - `unknown`: what has products that are not counted, such as a loop of unknown length, with how
       many there are of each.

@@ -39,16 +39,21 @@ def fit(
     records: Records | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> State:
-    """Train, and return the last state.
+    """Train a state for the steps of a loop, and return the last state.
 
     The run goes on from where its folder says it was stopped.
 
+    - `step`: the train step, as `train_step` makes it.
     - `state`: as `init` makes it. It is used up, as by a step; where `folder` holds a checkpoint,
       that is read in its place.
-    - `source`: an iterable of batches, or what `batches` made of one.
+    - `source`: an iterable of batches, or what `batches` made of one. If it ends before the run
+      does, that is a `ValueError`.
+    - `loop`: how many steps the run has, and how often it logs, evaluates and saves, a `Loop`.
     - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `run.json`, `profile/`.
       Without it nothing is kept. A folder in which another run is under way is refused.
-    - `evaluate`: measures a state: `lambda state: evaluation(state, held_out)`.
+    - `evaluate`: a function that measures a state, and returns numbers by name, such as
+      `lambda state: measure(state, held_out)` with `measure = sl.evaluation(loss_fn, strategy)`.
+      Without it nothing is measured.
     - `records`: what is recorded and where, a `Records`; by default the metrics and the speed, on a
       bar and in `metrics.jsonl` in the folder.
     - `about`: what to save with checkpoints and in `run.json`, of whatever JSON holds; processes

@@ -20,15 +20,21 @@ _MOST_STEPS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Loop:
-    """How long a run is, and what happens on the way.
+    """How long a run is, and how often it logs, evaluates and saves.
 
     - `steps`: how many steps the run has, those before it was resumed included.
-    - `log_every`, `evaluate_every`, `save_every`: steps between records, measurements of held-out
-      data, and checkpoints; after the last step there is one of each in any case.
-    - `keep`, `keep_every`: the newest checkpoints, and every so many steps, that are kept.
-    - `nonfinite`: the run ends after so many steps in a row whose gradient is not finite. In such a
-      row nothing is saved.
-    - `profile`: the first step and the number of steps to profile; look at them with `xprof`.
+    - `log_every`: steps from one record of the metrics to the next; the last step has one too.
+    - `evaluate_every`: steps from one evaluation, `fit(evaluate=...)`, to the next; there is one
+      after the last step too.
+    - `save_every`: steps from one checkpoint to the next, if the run has a folder; there is one
+      after the last step too.
+    - `keep`: the newest checkpoints that are kept, a number; older ones are deleted.
+    - `keep_every`: older checkpoints are kept too if this divides their step; None keeps none.
+    - `nonfinite`: the run ends, with a `FloatingPointError`, after so many steps in a row whose
+      gradient is not finite. In such a row nothing is saved.
+    - `profile`: the first step to profile, counted from 1, and the number of steps, such as
+      `(10, 3)`. The profile is in `profile/` in the run's folder; look at it with `xprof`. None
+      makes none.
     """
 
     steps: int

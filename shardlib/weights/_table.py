@@ -70,12 +70,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which tensors make up a parameter.
+    """Which tensors of a file make up a parameter, and in what form.
 
     - `tensor`: their name, in which a dim in braces stands for a number: `"h.{layers}.w"`.
-    - `parameter`: the path of the parameter.
-    - `form`: the dims of a tensor, an arrow, and those of the parameter. Dims in parentheses are
-      one dim of the tensor, as they follow each other.
+    - `parameter`: the path of the parameter, such as `"blocks/attention/query/kernel"`.
+    - `form`: the dims of a tensor, an arrow, and those of the parameter, such as
+      `"(heads size) in -> layers heads size in"`. Dims in parentheses are one dim of the tensor, as
+      they follow each other. Dims in braces are on the right alone, that of a `Part` on the left.
     - `part`: of several parts of these tensors, which the parameter is, a `Part` or a `Span`; None
       if it is all.
     - `numbers`: of a dim in braces, the number in the name of its first tensor and the step to the

@@ -122,7 +122,11 @@ class _Chart:
 
 
 def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
-    """The Gantt chart in `width` letters, a line for each stage.
+    """The Gantt chart as text, a line for each stage.
+
+    - `timeline`: what `simulate` gives.
+    - `width`: how many letters a line has at most.
+    - `colour`: whether letters are coloured, by the codes of a terminal.
 
     The letters are F, B and W, small for all but the first part of a stage, and dots where a stage
     waits. With room for it, each letter is a pass, or a piece of one, and where numbers of

@@ -86,9 +86,14 @@ def _table_in_turn(
 
 @dataclass(frozen=True)
 class GPipe(_Plain):
-    """All forward passes, then all backward passes.
+    """GPipe: all forward passes, then all backward passes.
 
-    With one microbatch it is naive model parallelism, in which one stage works at a time.
+    With one microbatch it is naive model parallelism, in which one stage works at a time. Each
+    stage holds all M microbatches.
+
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, into which the examples of a device are split; any number.
+    - `paired`: whether a tick takes a pass of each kind, or only one pass.
 
     >>> [str(op) for op in GPipe(2, 2).table().orders[0]]
     ['F0@0', 'F1@0', 'B0@0', 'B1@0']
@@ -179,9 +184,13 @@ class Eager1F1B(_Plain):
 
 @dataclass(frozen=True)
 class ZBH1(_Plain):
-    """Zero bubble H1: 1F1B, with the weights' gradients left for the gaps.
+    """Zero bubble H1 (ZB-H1): 1F1B, with the weights' gradients left for the gaps.
 
-    They come as late as 1F1B's memory allows.
+    They come as late as 1F1B's memory allows: a stage holds at most S microbatches.
+
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, into which the examples of a device are split; any number.
+    - `paired`: whether a tick takes a pass of each kind, or only one pass.
     """
 
     def table(self) -> Table:
@@ -209,9 +218,13 @@ class ZBH1(_Plain):
 
 @dataclass(frozen=True)
 class ZBH2(_Plain):
-    """Zero bubble H2: H1 with forward passes that fill the gap before the first backward pass.
+    """Zero bubble H2 (ZB-H2): ZB-H1 with forward passes that fill the gap at the beginning.
 
-    That takes twice the memory.
+    That takes twice the memory: a stage holds up to 2 S - 1 microbatches.
+
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, into which the examples of a device are split; any number.
+    - `paired`: whether a tick takes a pass of each kind, or only one pass.
     """
 
     def table(self) -> Table:
@@ -307,11 +320,14 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class ZeroBubble:
-    """The best schedule that a search from costs finds.
+    """ZB-1p and ZB-2p: the best zero-bubble schedule that a search from costs finds.
 
-    Each stage holds at most `limit` microbatches' activations.
-
-    With S, the default, it is the paper's ZB-1p, with 2 S its ZB-2p.
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, into which the examples of a device are split; any number.
+    - `costs`: what the passes take, for which the order is made; by default the same for all.
+    - `limit`: the most microbatches whose activations a stage holds, at least 1. None is S, as in
+      1F1B, which is the paper's ZB-1p; 2 S is its ZB-2p.
+    - `paired`: whether a tick takes a pass of each kind, or only one pass.
     """
 
     stages: int

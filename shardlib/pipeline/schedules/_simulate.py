@@ -185,7 +185,10 @@ def _held(table: Table, order: Sequence[Op], kept: float) -> tuple[float, ...]:
 
 
 def simulate(table: Table, costs: Costs = UNIT) -> Timeline:
-    """Play a table through, each stage as fast as it can.
+    """Play a table through, each stage as fast as it can; gives a `Timeline`.
+
+    - `table`: the table; of a schedule it is `schedule.table()`.
+    - `costs`: what each pass takes; by default all take one, and sending takes nothing.
 
     A table in which an op can never start is refused with an error that names the stage and the op.
 

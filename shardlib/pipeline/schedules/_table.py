@@ -26,7 +26,13 @@ _OP = re.compile(r"([FBW])(\d{1,9})(?:@(\d{1,9}))?")
 
 
 class Op(NamedTuple):
-    """One pass of one microbatch through one part."""
+    """One pass of one microbatch through one part of the model; as text it is `F3@5`.
+
+    - `kind`: `"F"` is forward and `"B"` backward. Where backward passes are split, `"B"` makes the
+      gradient of a part's input, and `"W"` that of its weights.
+    - `microbatch`: its number, from 0 on.
+    - `part`: its number, from 0 on, counted from the input.
+    """
 
     kind: Kind
     microbatch: int
@@ -38,9 +44,13 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """What each stage does, in order.
+    """A pipeline schedule: what each stage does, in order.
 
-    `orders` has the ops of each stage; `placement` says of each part on which stage it is.
+    - `orders`: for each stage its ops, a tuple of `Op`s.
+    - `placement`: for each part of the model, the stage that has it.
+
+    Ops that are missing, done twice or on a wrong stage are a `ValueError`; their order is not
+    looked at before `simulate`.
 
     >>> table = Table.parse('''
     ...     F0 F1 B0 B1
@@ -201,7 +211,10 @@ def _bad_op(word: str, stage: int, at: int, parts: Sequence[int], reason: str) -
 
 @dataclass(frozen=True, repr=False)
 class Custom:
-    """A table of your own as a schedule; if `paired`, a tick takes a forward and a backward pass.
+    """A table of your own as a schedule, to be run by `sl.Strategy(pipeline=...)`.
+
+    - `written`: the table, such as `Table.parse(text)`.
+    - `paired`: whether a tick takes a pass of each kind, or only one pass.
 
     >>> Custom(Table.parse("F0 F1 B0 B1"))
     Custom(<1 stages, 2 microbatches>, paired=False)

@@ -80,6 +80,10 @@ class VMin:
     """V-Min: a third of the memory of 1F1B, for two thirds of its gap.
 
     Two parts are on each stage, part s and part 2 S - 1 - s: through the stages, and back.
+
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, into which the examples of a device are split; any number.
+    - `paired`: whether a tick takes a pass of each kind, or only one pass.
     """
 
     stages: int
@@ -132,6 +136,10 @@ class VHalf:
     """V-Half: half the memory of 1F1B, for half its gap.
 
     Two parts are on each stage, part s and part 2 S - 1 - s: through the stages, and back.
+
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, into which the examples of a device are split; any number.
+    - `paired`: whether a tick takes a pass of each kind, or only one pass.
     """
 
     stages: int
@@ -177,10 +185,13 @@ class VHalf:
 class ZBV:
     """ZB-V: no bubble at all for the memory of 1F1B.
 
-    That holds where forward passes, backward passes and `W` take equally long.
+    That holds where forward passes, backward passes and `W` take equally long, and M is at least
+    2 S. Two parts are on each stage, part s and part 2 S - 1 - s: through the stages, and back.
 
-    Two parts on each stage, through the stages and back. Made for `costs`; other costs leave some
-    of the gap.
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, into which the examples of a device are split; at least S.
+    - `costs`: what the passes take, for which the order is made; other costs leave some of the gap.
+    - `paired`: whether a tick takes a pass of each kind, or only one pass.
     """
 
     stages: int
@@ -216,11 +227,14 @@ class ZBV:
 
 @dataclass(frozen=True)
 class DualPipeV:
-    """DeepSeek's DualPipe cut in half: two parts on each stage.
+    """DualPipeV: DeepSeek's DualPipe cut in half, with two parts on each stage.
 
     In most steps a stage has a forward and a backward pass, of different microbatches.
 
-    Paired, a tick has both, so that what one sends may go while the other computes.
+    - `stages`: S, the size of the mesh axis that has the stages.
+    - `microbatches`: M, into which the examples of a device are split; at least 2 S.
+    - `paired`: whether a tick takes both, so that what one sends may go while the other computes;
+      with False it takes one pass.
     """
 
     stages: int
