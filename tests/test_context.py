@@ -577,8 +577,8 @@ def test_prices_of_zero_over_axes_of_sequences():
     """Sums over the sequence are made in every microbatch, in the dtype of computation."""
     mesh, rules = mesh_of("data=2,context=4"), sl.rules.data | context("ring")
 
-    def prices_of(**options):
-        strategy = sl.Strategy(mesh=mesh, rules=rules, accumulate=3, precision="bf16", **options)
+    def prices_of(precision="bf16", **options):
+        strategy = sl.Strategy(mesh=mesh, rules=rules, accumulate=3, precision=precision, **options)
         make = lambda: sl.annotate({"w": jnp.ones((512, 512))}, {"w": ("embed", "mlp")})
         state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
         return {one.stage: one for one in prices(state, strategy)}
@@ -592,6 +592,9 @@ def test_prices_of_zero_over_axes_of_sequences():
     assert found[3].held_bytes == size * 4 / 8
     alone = prices_of(zero=sl.Zero(3, axes=("data",), small=0))
     assert alone[3].sent_bytes == 3 * (2 * size * 2 + size * 4) / 2
+    narrow = sl.Precision("bf16", wire="bf16")
+    alone = prices_of(narrow, zero=sl.Zero(3, axes=("data",), small=0))
+    assert alone[3].sent_bytes == 3 * 3 * size * 2 / 2
 
 
 def test_costs_are_those_of_the_table():
@@ -609,6 +612,9 @@ def test_costs_are_those_of_the_table():
     assert found["zigzag"].load == found["ulysses"].load == 1
     assert found.forms[0].sent_bytes == min(one.sent_bytes for one in found.forms)
     assert "usp 2x2" in str(found)
+    # Twelve parts do not divide the sequence, so that rings go in order.
+    odd = sl.context.costs(tokens=18, devices=6, heads=6, key_heads=6, head_size=16, itemsize=2)
+    assert (odd["usp 2x3"].load, odd["ulysses"].load) == (1.5, 1)
     few = sl.context.costs(devices=16, itemsize=2, **sizes)
     assert "ulysses" not in str(few) and "usp 2x8" in str(few)
     with pytest.raises(KeyError, match="there are"):

@@ -341,6 +341,8 @@ def test_rows_are_sent_four_times_a_layer(remat, times):
         ({"sending": "ragged"}, "CPUs have no ragged all-to-all"),
         ({"sending": "dens"}, "takes one of 'ragged', 'dense'"),
         ({"group": 5}, "does not divide the 32 tokens"),
+        ({"real": 3}, r"`dropless\(real="),
+        ({"key": 3}, r"`dropless\(key="),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):

@@ -272,6 +272,14 @@ def test_what_cannot_have_factors_is_refused(name):
         call()
 
 
+def test_an_error_leaves_the_model_as_it_was():
+    model = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 1, rngs=nnx.Rngs(0))])
+    with pytest.raises(ValueError, match="has a kernel of rank 1 at most"):
+        two(model)
+    assert [type(layer) for layer in model] == [nnx.Linear, nnx.Linear]
+    assert not any(hasattr(layer, "adapter") for layer in model)
+
+
 def test_what_is_to_be_kept_must_be_there(tmp_path):
     table = hub.table(CONFIG)
     save(tmp_path, gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), table)
