@@ -138,6 +138,13 @@ def test_estimate_gives_flops_and_shapes_of_modules():
     weights = GPT1.parameters - found["embedding"].parameters
     attention = 12 * 3 * (4 * 512 * 512 * 768)
     assert total.flops == pytest.approx(6 * weights * 3 * 512 + 3 * attention, rel=2e-2)
+    # The scores of all heads are made again, where they are written to memory.
+    for scores, again in ((True, 12 * 3 * 2 * 512 * 512 * 768), (False, 0)):
+        decoder = dataclasses.replace(GPT1, scores=scores)
+        kept, dropped = (
+            sl.estimate(decoder, examples=3, recompute=word).flops for word in ("none", "selective")
+        )
+        assert dropped - kept == again
     assert "the largest module is" in str(total)
 
 

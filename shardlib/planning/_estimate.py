@@ -14,7 +14,7 @@ from shardlib._text import human_bytes, table, terminal_width
 from shardlib.checks import _arguments as check
 from shardlib.layouts._remat_policy import Remat
 from shardlib.planning._decoder import Decoder, Module, Recompute, counts
-from shardlib.planning._decoder_names import kept_names, named_of
+from shardlib.planning._decoder_names import Named, kept_names, named_of
 
 # Bytes of state per parameter, in float32.
 OPTIMIZERS = {"sgd": 0, "momentum": 4, "lion": 4, "muon": 4, "adam": 8, "adamw": 8, "lamb": 8}
@@ -333,13 +333,14 @@ class _Work:
         layer, outside, gradients = self._sums()
         kept = {"none": layer, "selective": layer - scores, "full": self.stream // self.parts}
         recomputed = {"none": 0, "selective": scores, "full": layer + gradients}
-        return self._activations(kept[recompute], recomputed[recompute], layer, outside)
+        found = self._activations(kept[recompute], recomputed[recompute], layer, outside)
+        if recompute == "selective" and self.decoder.scores:
+            found = replace(found, again=self.decoder.layers * self._named["context"].flops)
+        return found
 
     def by_names(self, names: Sequence[str]) -> _Activations:
         """The activations if a layer keeps its input and those of some names."""
-        tensor = self.shared.tensor
-        itemsize = self.sizes.compute
-        named = named_of(self.decoder, self.examples, itemsize, tensor, self.parts)
+        named = self._named
         layer, outside, gradients = self._sums()
         size = sum(named[name].size for name in names)
         again = sum(one.flops for name, one in named.items() if name not in names)
@@ -349,6 +350,12 @@ class _Work:
         kept = self.stream // self.parts + size
         found = self._activations(kept, layer + gradients - size, layer, outside)
         return replace(found, again=self.decoder.layers * again)
+
+    @property
+    def _named(self) -> dict[str, Named]:
+        """The named activations of a layer."""
+        sizes, shared = self.sizes, self.shared
+        return named_of(self.decoder, self.examples, sizes.compute, shared.tensor, self.parts)
 
     def _sums(self) -> tuple[int, int, int]:
         """What a layer keeps, what is kept outside of layers, and the gradients of an MLP."""
