@@ -128,7 +128,9 @@ def _write_end(run: Run, file: Path, folder: Path) -> list[str]:
     written = ["generation_config.json"]
     names = folder / "tokenizer_config.json"
     if not names.exists():
-        (end,) = (name for name, number in _added(file).items() if number == tokenizer.end)
+        # An end may be a word of the vocabulary, without being one of the added tokens.
+        names_of = {number: name for name, number in _added(file).items()}
+        end = names_of.get(tokenizer.end, run.data.end)
         kind = "PreTrainedTokenizerFast"
         names.write_text(json.dumps({"tokenizer_class": kind, "eos_token": end}, indent=2))
         written.append(names.name)

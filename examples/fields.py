@@ -40,18 +40,22 @@ def override(value: Any, arguments: Sequence[str]) -> Any:
     ValueError: There is no field `warmpu`; did you mean `warmup`?
     """
     texts: dict[str, str] = {}
+    chosen: dict[str, Any] = {}
     for name, text in _changes(arguments):
         kinds = _kinds(type(value), name)
-        if kinds:
-            # Of another class, whose fields may be changed in the same line.
-            value = dataclasses.replace(value, **{name: _kind(name, text, kinds)()})
-        else:
+        if not kinds:
             texts[name] = text
-    known = [name for name, _ in fields(value)]
+            continue
+        # Of another class, whose fields may be changed in the same line.
+        kind, now = _kind(name, text, kinds), getattr(value, name)
+        chosen[name] = now if type(now) is kind else kind()
+    known = [name for name, _ in fields(value) if name.partition(".")[0] not in chosen]
+    for group, of_kind in chosen.items():
+        known += [f"{group}.{name}" for name, _ in fields(of_kind)]
     for name in texts:
         if name not in known:
             raise ValueError(f"There is no field `{name}`{_meant(name, known)}")
-    return _changed(value, texts)
+    return _changed(value, texts, chosen)
 
 
 def _changes(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -120,8 +124,11 @@ def short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:100]}... ({len(text):,} letters)"
 
 
-def _changed(value: Any, changes: dict[str, str]) -> Any:
-    """All fields of one dataclass at once, since each may be wrong without the other."""
+def _changed(value: Any, changes: dict[str, str], chosen: dict[str, Any] | None = None) -> Any:
+    """All fields of one dataclass at once, since each may be wrong without the other.
+
+    `chosen` has the groups of fields that are of another class than in `value`.
+    """
     hints = get_type_hints(type(value))
     own: dict[str, str] = {}
     below: dict[str, dict[str, str]] = {}
@@ -131,9 +138,9 @@ def _changed(value: Any, changes: dict[str, str]) -> Any:
             below.setdefault(field, {})[rest] = text
         else:
             own[field] = text
-    new: dict[str, Any] = {}
+    new = dict(chosen or {})
     for name, texts in below.items():
-        new[name] = _changed(getattr(value, name), texts)
+        new[name] = _changed(new.get(name, getattr(value, name)), texts)
     for name, text in own.items():
         new[name] = _parsed(name, text, getattr(value, name), hints[name])
     return dataclasses.replace(value, **new)

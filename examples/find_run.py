@@ -112,10 +112,12 @@ def _named(name: str) -> Run:
 
 def _module_of_file(path: str) -> Any:
     """The module of a file of a user's."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"_of_user_{Path(path).stem}", path)
     if spec is None or spec.loader is None or not Path(path).exists():
         raise SystemExit(f"There is no file `{path}`.")
     module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses look their module up there.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 

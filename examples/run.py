@@ -278,7 +278,11 @@ class Run:
     @property
     def home(self) -> Path:
         """The folder of the run."""
-        return Path(self.folder or f"runs/{self.name}").expanduser().absolute()
+        folder = Path(self.folder or f"runs/{self.name}")
+        try:
+            return folder.expanduser().absolute()
+        except RuntimeError as error:
+            raise ValueError(f"`folder={str(folder)!r}`: {error}") from error
 
     def make_model(self) -> gpt.GPT:
         """The model as it is before the first step."""

@@ -142,10 +142,21 @@ def has_begun(run: Run) -> bool:
     return written and any(one.name.isdecimal() for one in checkpoints)
 
 
+def _written(path: Path) -> dict[str, str]:
+    """The fields that a run has written to its `run.json`."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise SystemExit(
+            f"`{path}` cannot be read: {error}. Begin in another folder, `--name` or `--folder`; "
+            "or remove the file, if you know that its checkpoints are of this run."
+        ) from error
+
+
 def check_folder(run: Run, now: dict[str, str]) -> None:
     """See that the folder holds no other run than this, and that its data has not changed."""
     path = run.home / "run.json"
-    before = json.loads(path.read_text()) if has_begun(run) else now
+    before = _written(path) if has_begun(run) else now
     unread = set(OF_TEXTS) - now.keys()
     other = [
         name

@@ -5,11 +5,12 @@ fitted to a width: long cells of some columns lose their middle, and then some c
 """
 
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import IO, TextIO
 
 CLEAR_LINE = "\r\x1b[K"
 """Takes a terminal back to the beginning of its line, and clears that."""
@@ -255,3 +256,21 @@ def _limits(
             limits[column] = max(_NARROWEST, widths[column] - excess)
             excess -= widths[column] - limits[column]
     return limits, excess
+
+
+def lines_as_they_come(source: IO[bytes]) -> Iterator[str]:
+    """The lines of a stream as they come, without their ends.
+
+    A carriage return ends one too: a progress bar has a line for each of its states.
+    """
+    pending, last_end = b"", b""
+    while part := source.read1(1 << 16):  # pyright: ignore[reportAttributeAccessIssue]
+        # Line, end, line, end, ..., and the beginning of a line that is not complete yet.
+        *whole, pending = re.split(rb"([\r\n])", pending + part)
+        for line, end in zip(whole[::2], whole[1::2], strict=True):
+            # `\r\n` is one end, so the nothing between the two is no line.
+            if line or (end == b"\n" and last_end != b"\r"):
+                yield line.decode(errors="replace")
+            last_end = end
+    if pending:
+        yield pending.decode(errors="replace")

@@ -6,6 +6,7 @@ process dies, it is named last on the screen, with its traceback, after the othe
 
 import argparse
 import contextlib
+import io
 import itertools
 import os
 import queue
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from shardlib._text import lines_as_they_come
 from shardlib.machine._processes import (
     BIND_ADDRESS,
     COORDINATOR,
@@ -71,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit code is 0 if that of all processes is, otherwise that of the first one to die.
     """
     arguments, command = _parse(list(sys.argv[1:] if argv is None else argv))
+    for stream in (sys.stdout, sys.stderr):
+        # Processes may print what the encoding of this terminal does not have.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     launch = _Launch()
     previous_handlers = {}
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -333,7 +339,7 @@ class _Launch:
     ) -> None:
         """Write each line of a stream to another, behind the number of its process."""
         with source:
-            for line in _lines(source):
+            for line in lines_as_they_come(source):
                 if note is not None:
                     note(line)
                 self._write(target, f"[{index}] {line}\n")
@@ -347,6 +353,12 @@ class _Launch:
             except BrokenPipeError:  # nobody reads any more, as behind `| head`
                 os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
                 os.kill(os.getpid(), signal.SIGTERM)
+            except OSError as error:  # a full disk, behind `> log`: the processes go on
+                os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
+                with contextlib.suppress(OSError):
+                    sys.stderr.write(
+                        f"python -m shardlib.launch: output is lost from here on: {error}\n"
+                    )
 
 
 def _exit_code(process: _Process) -> int:
@@ -411,24 +423,6 @@ def _describe_silent(process: _Process, is_stopped: bool) -> str:
 
 def _indented(lines: Iterable[str]) -> str:
     return "\n".join(f"    {line}" for line in lines)
-
-
-def _lines(source: IO[bytes]) -> Iterator[str]:
-    """Lines of a stream as they come, without their ends.
-
-    A carriage return ends one too: a progress bar has a line for each of its states.
-    """
-    pending, last_end = b"", b""
-    while part := source.read1(1 << 16):  # pyright: ignore[reportAttributeAccessIssue]
-        # Line, end, line, end, ..., and the beginning of a line that is not complete yet.
-        *whole, pending = re.split(rb"([\r\n])", pending + part)
-        for line, end in zip(whole[::2], whole[1::2], strict=True):
-            # `\r\n` is one end, so the nothing between the two is no line.
-            if line or (end == b"\n" and last_end != b"\r"):
-                yield line.decode(errors="replace")
-            last_end = end
-    if pending:
-        yield pending.decode(errors="replace")
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

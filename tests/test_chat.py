@@ -68,6 +68,9 @@ def test_records_are_read_in_every_form(form):
 def test_a_system_may_speak_first():
     record = FORMS["conversations"] | {"system": "Be brief."}
     assert messages_of(record, None) == [("system", "Be brief."), *ASKED]
+    for form in ("prompt", "lists", "question", "no input"):
+        said = messages_of(FORMS[form] | {"system": "Be brief."}, None)
+        assert said == [("system", "Be brief."), *EXPECTED.get(form, ASKED[:2])]
 
 
 def test_messages_may_be_under_another_key():
@@ -182,6 +185,15 @@ def test_conversations_are_read_from_parquet(tmp_path):
     found = [
         prepare(Corpus(file, chat="plain", held_out=0), tmp_path / "cache").train
         for file in (lines, str(tmp_path / "chats.parquet"))
+    ]
+    assert found[0].fingerprint == found[1].fingerprint
+    # What stands beside the messages counts as in lines.
+    rows = [{"turns": FORMS["messages"]["messages"], "system": "Be brief.", "id": 1}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "turns.parquet")
+    lines = written(tmp_path / "turns.jsonl", rows)
+    found = [
+        prepare(Corpus(file, chat="plain", field="turns", held_out=0), tmp_path / "cache").train
+        for file in (lines, str(tmp_path / "turns.parquet"))
     ]
     assert found[0].fingerprint == found[1].fingerprint
     other = arrow.Table.from_pylist([{"text": "x"}])

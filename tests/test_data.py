@@ -134,6 +134,33 @@ def test_corpus_splits_a_text_file_at_separators(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"stories.txt`, line 5: not UTF-8 \(byte 0xff"):
         read(path, separator="--")
     assert read(path, separator="--", bad="skip")[0] == ["fine", "end"]
+    windows = tmp_path / "windows.txt"
+    windows.write_bytes(b"one\r\n\r\ntwo\r\n")
+    with pytest.raises(ValueError, match=r"is in none of the files.*Windows"):
+        prepare(Corpus(str(windows), separator="\n\n"), tmp_path / "cache")
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    tree, other = tmp_path / "tree", tmp_path / "other"
+    tree.mkdir(), other.mkdir()
+    (tree / "a.txt").write_text("a")
+    (other / "b.txt").write_text("b")
+    (tree / "linked").symlink_to(other)
+    (other / "back").symlink_to(tree)
+    prepared = prepare(Corpus(str(tree), held_out=0), tmp_path / "cache")
+    assert prepared.files == 2
+
+
+def test_bad_records_with_what_utf8_cannot_hold_are_skipped(tmp_path):
+    path = tmp_path / "s.jsonl"
+    path.write_text('{"text": "fine"}\n{"\\ud83d": "x"}\n')
+    prepared = prepare(Corpus(str(path), bad="skip", held_out=0), tmp_path / "cache")
+    assert prepared.skipped[0].count == 1 and "\\ud83d" in prepared.skipped[0].first
+
+
+def test_places_of_documents_may_have_no_sign():
+    tokens = Tokens(np.arange(5), np.array([3, 5], np.uint64), vocab=10, end=0, bytes=3)
+    assert tokens.ends.dtype == np.int64
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst"])

@@ -470,6 +470,25 @@ def test_fit_goes_back_a_checkpoint_after_two_identical_failures(tmp_path, capsy
     assert {4, 6, 20} <= set(saved_steps(tmp_path))
 
 
+def test_fit_keeps_the_checkpoint_that_took_the_place_of_an_abandoned_one(tmp_path):
+    bad = rows(20, bad=range(7, 21))
+    for _ in range(3):
+        short_fit(tmp_path, bad, nonfinite=3)
+    for _ in range(2):
+        state, records, _ = short_fit(tmp_path, rows(6))
+        assert int(state.step) == 6
+    assert records[-1]["note"] == "the run has taken its 6 steps already"
+    assert len(list((tmp_path / "checkpoints").glob("abandoned*"))) == 1
+
+
+def test_a_profile_that_never_begins_is_no_silence(tmp_path):
+    with pytest.raises(ValueError, match=r"profile=\(10, 3\)\)`: the first step to profile"):
+        sl.Loop(steps=9, profile=(10, 3))
+    short_fit(tmp_path, rows(4))
+    _, records, _ = short_fit(tmp_path, rows(6), profile=(2, 1))
+    assert any("no profile is taken" in record.get("note", "") for record in records)
+
+
 def test_fit_keeps_checkpoints_while_each_attempt_gets_further(tmp_path):
     for start in (7, 9, 11):  # each fails, and later than the one before
         short_fit(tmp_path, rows(20, bad=range(start, 21)), nonfinite=2)

@@ -72,6 +72,29 @@ sys.stderr.write("\r10%\r20%\n\nbar done\r\nno end of line")
     assert lines == ["[1] 10%", "[1] 20%", "[1] ", "[1] bar done", "[1] no end of line"]
 
 
+@pytest.mark.parametrize("target", ["ascii", "full"])
+def test_output_that_cannot_be_written_ends_no_process(target, tmp_path):
+    done = tmp_path / "done"
+    text = f"""
+sys.stdout.buffer.write(b"caf\\xc3\\xa9\\n"); sys.stdout.flush()
+time.sleep(0.5)
+print("two", flush=True)
+open({str(done)!r}, "w").close()
+"""
+    command = [sys.executable, "-m", "shardlib.launch", "-n", "1", "--", *script(tmp_path, text)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    written = tmp_path / "out" if target == "ascii" else Path("/dev/full")
+    with written.open("w") as out:
+        ended = subprocess.run(
+            command, stdout=out, stderr=subprocess.PIPE, env=environment, text=True, check=False
+        )
+    assert ended.returncode == 0 and done.exists()
+    if target == "full":
+        assert "output is lost from here on" in ended.stderr
+    else:
+        assert written.read_text() == "[0] caf\\xe9\n[0] two\n"
+
+
 def test_launch_names_the_dead_process_with_traceback_and_ends_the_rest(tmp_path, capsys):
     text = """
 if me == "0":

@@ -575,6 +575,36 @@ def test_help_on_experts_explains_the_fields_of_their_decoder_too(capsys):
         assert re.search(rf"--{name} .*\n {{8}}\w", told)
 
 
+def test_another_optimizer_and_its_fields_go_in_one_line_with_others():
+    run = dataclasses.replace(from_command_line(["tiny"]), optimizer=AdamW(2e-4))
+    assert override(run, ["--optimizer", "adamw"]).optimizer == AdamW(2e-4)
+    changed = override(run, ["--optimizer", "adamw", "--optimizer.warmup", "7"])
+    assert changed.optimizer == AdamW(2e-4, warmup=7)
+    muon = override(run, ["--optimizer.momentum", "0.9", "--optimizer", "muon"])
+    assert muon.optimizer == Muon(momentum=0.9)
+    tuned = dataclasses.replace(run, lora=dataclasses.replace(run.lora, rank=16))
+    with pytest.raises(ValueError, match="lora.rank=16"):
+        override(tuned, ["--optimizer", "muon"])
+    assert override(tuned, ["--lora.rank", "0", "--optimizer", "muon"]).optimizer == Muon()
+
+
+def test_a_damaged_run_json_is_told(tmp_path):
+    run = from_command_line(["tiny", "--folder", str(tmp_path)])
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    (tmp_path / "run.json").write_text("")
+    with pytest.raises(SystemExit, match="run.json` cannot be read"):
+        train_lm.check_folder(run, run.lines())
+
+
+def test_a_file_of_a_run_may_have_dataclasses_of_its_own(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from examples.configs.tiny import run\n@dataclass\nclass Mine:\n    a: int = 1\n"
+    )
+    assert from_command_line([str(path)]) == tiny.run()
+
+
 @pytest.mark.parametrize("config", [tiny, tiny_onebit, gpt2_124m, llama3_8b, llama3_8b_3d])
 def test_recipes_compare_and_convert_to_json(config):
     assert config.run() == config.run()

@@ -414,6 +414,21 @@ def test_what_was_tuned_gives_its_logits_in_transformers(rank, tmp_path):
     assert np.abs(found - expected).max() < 1e-4 < np.abs(found - before).max()
 
 
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [
+        (np.array([1e6, 1], ml_dtypes.bfloat16), "float16"),
+        (np.array([1e6, 1], np.float32), "float16"),
+        (np.array([2**40 + 3, 7]), "int32"),
+    ],
+)
+def test_numbers_that_a_parameter_cannot_hold_are_refused(numbers, dtype, tmp_path):
+    safetensors.numpy.save_file({"w": numbers}, tmp_path / "model.safetensors")
+    like = {"kernel": jax.ShapeDtypeStruct((2,), dtype)}
+    with pytest.raises(ValueError, match="`w` has numbers up to .* cannot hold"):
+        load(tmp_path, like, Table((Rule("w", "kernel", "in -> in"),)))
+
+
 def test_show_and_diff_tell_what_is_in_files(tmp_path, capsys):
     parameters = tree()
     save(tmp_path / "one", parameters, TABLE)

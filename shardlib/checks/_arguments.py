@@ -282,7 +282,7 @@ def patterns(function: str, argument: str, value: Any) -> tuple[str, ...]:
 def path(
     function: str, argument: str, value: Any, takes: str = "a path, as text or a `pathlib.Path`"
 ) -> Path:
-    """A path that a file system could have, as a `Path`.
+    """A path that a file system could have, as a `Path`, with `~` and `~user` in full.
 
     It is not empty, has no zero bytes, and is no longer than Linux takes. Nothing is looked up:
     there need be no such file.
@@ -311,7 +311,11 @@ def path(
         limits = f"at most {_LONGEST_PATH:,} bytes, and {_LONGEST_NAME} between slashes"
         shorter = f"{takes}, of {limits}; this has {len(encoded):,}, and {longest:,}"
         raise refusal(function, argument, value, shorter)
-    return Path(written)
+    try:
+        return Path(written).expanduser()
+    except RuntimeError as error:
+        known = f"{takes}, which does not begin with a user's home folder that is not known"
+        raise refusal(function, argument, value, known) from error
 
 
 def kind(

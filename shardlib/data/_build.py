@@ -42,7 +42,7 @@ from shardlib.data._tokenizer import (
 )
 from shardlib.data._tokens import stored_tokenizer, tokenizer_of_store
 
-VERSION = 2
+VERSION = 3
 """The format of a store. It is part of every key, so that a store of another one is not found."""
 
 # A batch of documents is full at so many of them, or of their characters.
@@ -392,6 +392,14 @@ def _check(
     """
     if not train.documents + held_out.documents:
         raise ValueError(_describe_no_documents(sources, reading))
+    if corpus.separator is not None and not reading.separators:
+        ends = ""
+        if "\n" in corpus.separator:
+            ends = " Lines that end as Windows has them have `\\r\\n`."
+        raise ValueError(
+            f"`Corpus(separator={corpus.separator!r})` is in none of the files, each of which "
+            f"would be one document.{ends} Leave it out if that is meant."
+        )
     if not train.documents:
         raise ValueError(
             f"`Corpus(held_out={corpus.held_out})` leaves nothing to train on: of "

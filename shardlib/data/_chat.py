@@ -261,16 +261,21 @@ def messages_of(record: Mapping[str, Any], key: str | None) -> list[tuple[str, s
     """The roles and what they say in a record, in one of the forms that are in use.
 
     A list of messages under `key`, or else under one of `LISTS`, each with `role` and `content` or
-    `from` and `value`, before which `system` may stand; a question and its answer, such as `prompt`
-    and `completion`; or an `instruction`, with an `input` or without, and its `output`. Anything
-    else is a `ValueError`.
+    `from` and `value`; a question and its answer, such as `prompt` and `completion`; or an
+    `instruction`, with an `input` or without, and its `output`. `system` may stand before any of
+    them. Anything else is a `ValueError`.
     """
     if record.get("tools"):
         raise ValueError("`tools`, which the formats here do not write")
+    said_first = [("system", _text(record, "system"))] if record.get("system") else []
+    return said_first + _said_by_others(record, key)
+
+
+def _said_by_others(record: Mapping[str, Any], key: str | None) -> list[tuple[str, str]]:
+    """The messages of a record but for its `system`."""
     lists = [name for name in ((key,) if key else LISTS) if name in record]
     if lists:
-        said_first = [("system", _text(record, "system"))] if record.get("system") else []
-        return said_first + _listed_messages(record[lists[0]], lists[0])
+        return _listed_messages(record[lists[0]], lists[0])
     pairs = [pair for pair in _PAIRS if not key and set(pair) <= record.keys()]
     if pairs:
         question, answer = pairs[0]

@@ -211,11 +211,13 @@ class Reading:
     - `finished_bytes` is the size of the files that are read, `position` how far the file is read
       that is being read now, both in bytes as they are on disk.
     - `empty` counts empty documents, and `skipped` has bad records by file.
+    - `separators` counts what stood between documents.
     """
 
     finished_bytes: int = 0
     position: Callable[[], float] = lambda: 0.0
     empty: int = 0
+    separators: int = 0
     skipped: dict[Path, Skipped] = field(default_factory=dict)
 
     @property

@@ -144,11 +144,15 @@ def _pass_over(source: Source, corpus: Corpus, reading: Reading, place: str, rea
             f"`{source.path}`, {place}: {reason}. Fix it, or skip bad records: `Corpus(..., "
             'bad="skip")`.'
         )
-    count, first = 0, f"{place}: {reason}"
-    earlier = reading.skipped.get(source.path)
+    # Names of files and keys of JSON may have what UTF-8 cannot hold.
+    file, first = (
+        text.encode(errors="backslashreplace").decode()
+        for text in (str(source.path), f"{place}: {reason}")
+    )
+    count, earlier = 0, reading.skipped.get(source.path)
     if earlier is not None:
         count, first = earlier.count, earlier.first
-    reading.skipped[source.path] = Skipped(str(source.path), count + 1, first)
+    reading.skipped[source.path] = Skipped(file, count + 1, first)
 
 
 def _place(error: Exception, number: int, unit: str) -> int:
@@ -178,7 +182,7 @@ def _texts(source: Source, corpus: Corpus, reading: Reading) -> Iterator[Numbere
     """The documents of a text file: the file itself, or what is between separators."""
     with _opened(source, reading) as file:
         if corpus.separator is not None:
-            yield from _separated(file, corpus.separator.encode())
+            yield from _separated(file, corpus.separator.encode(), reading)
             return
         # One byte more shows that there is more.
         document = file.read(_DOCUMENT_BYTES + 1)
@@ -193,7 +197,7 @@ def _texts(source: Source, corpus: Corpus, reading: Reading) -> Iterator[Numbere
             yield 1, document.removeprefix(_MARK)
 
 
-def _separated(file: BinaryIO, separator: bytes) -> Iterator[Numbered]:
+def _separated(file: BinaryIO, separator: bytes, reading: Reading) -> Iterator[Numbered]:
     """What is between two separators, with the number of the line that it begins in.
 
     The time grows with the file only, however long documents are: no byte is searched twice.
@@ -204,6 +208,7 @@ def _separated(file: BinaryIO, separator: bytes) -> Iterator[Numbered]:
     while block:
         yield from scan.documents_with(block)
         block = file.read(_BLOCK)
+    reading.separators += scan.found
     yield from scan.last_document()
 
 
@@ -215,12 +220,13 @@ class _SeparatedScan:
     - `dropped` counts bytes of it that were too many to be kept.
     - `begun` is the line in which it begins, and `line` the one in which `rest` does: they differ
       where bytes were dropped.
+    - `found` counts separators.
     """
 
     def __init__(self, separator: bytes) -> None:
         self.separator = separator
         self.rest = bytearray()
-        self.searched = self.dropped = 0
+        self.searched = self.dropped = self.found = 0
         self.begun = self.line = 1
 
     def documents_with(self, block: bytes) -> Iterator[Numbered]:
@@ -228,6 +234,7 @@ class _SeparatedScan:
         self.rest += block
         if self.rest.find(self.separator, self.searched) >= 0:
             *whole, last = bytes(self.rest).split(self.separator)
+            self.found += len(whole)
             for document in whole:
                 yield self._completed(document)
             self.rest = bytearray(last)
@@ -326,11 +333,13 @@ def _conversations(
     source: Source, file: Any, field: str | None, reading: Reading
 ) -> Iterator[Numbered]:
     """The rows of a Parquet file, each as a record of those columns that make a conversation."""
-    columns = [name for name in file.schema_arrow.names if name in ([field] if field else KEYS)]
-    if not columns:
+    names = file.schema_arrow.names
+    wanted = (field, "system", "tools") if field else KEYS
+    columns = [name for name in names if name in wanted]
+    if not columns or (field and field not in columns):
         raise ValueError(
             f"`{source.path}` has no column of a conversation; it has "
-            f"{listed(file.schema_arrow.names)}. Say which one holds the messages: `Corpus(..., "
+            f"{listed(names)}. Say which one holds the messages: `Corpus(..., "
             "field=...)`."
         )
     number, total = 0, max(file.metadata.num_rows, 1)

@@ -219,9 +219,17 @@ def _files_of_folder(folder: Path, format: str) -> list[Path]:
 def _files_under(folder: Path) -> list[Path]:
     """The files of a folder and of those within it, without hidden ones, in order."""
     files: list[Path] = []
-    for place, folders, names in os.walk(folder, onerror=_refuse_folder):
+    # Links to folders are followed, each folder once: one may lead to a folder that it is in.
+    seen = {folder.resolve()}
+    for place, folders, names in os.walk(folder, onerror=_refuse_folder, followlinks=True):
+        entered = []
+        for name in sorted(folders):
+            resolved = Path(place, name).resolve()
+            if not name.startswith(".") and resolved not in seen:
+                seen.add(resolved)
+                entered.append(name)
         # `os.walk` goes on with those folders that are left in its list.
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = entered
         for name in names:
             path = Path(place, name)
             # Neither hidden files nor pipes, devices and broken links.

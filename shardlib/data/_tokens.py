@@ -64,6 +64,11 @@ class Tokens:
     def __post_init__(self) -> None:
         _check_whole_numbers("ids", self.ids, np.ndarray | CheckedArray)
         _check_whole_numbers("ends", self.ends, np.ndarray)
+        # NumPy takes none of 64 bits without a sign for places.
+        for name in ("ends", "switches"):
+            places = getattr(self, name)
+            if isinstance(places, np.ndarray) and places.dtype == np.uint64:
+                object.__setattr__(self, name, places.astype(np.int64))
         vocab = whole_number("Tokens(vocab=...)", self.vocab, 1, _MOST_IDS)
         whole_number("Tokens(end=...)", self.end, 0, vocab - 1)
         if self.begin is not None:

@@ -13,6 +13,7 @@ ended badly that went on from one checkpoint.
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -104,11 +105,20 @@ def add_failure(folder: Path, step: int) -> None:
     _write_at_once(folder / _FAILURES, json.dumps(sealed({"from": step, "times": times})))
 
 
+def forget_failures(folder: Path) -> None:
+    """Forget attempts that ended badly: the checkpoint that they went on from is put aside."""
+    (folder / _FAILURES).unlink(missing_ok=True)
+
+
 def _write_at_once(path: Path, text: str) -> None:
     """Write a file so that whoever reads it meanwhile sees the old one or the new, never a part."""
     # Renaming is one step for a file system; writing is not.
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
+    with new.open("w") as file:
+        file.write(text)
+        # Else a machine that loses its power may be left with an empty file of that name.
+        file.flush()
+        os.fsync(file.fileno())
     new.replace(path)
 
 

@@ -135,7 +135,7 @@ def _checked_folder(folder: str | os.PathLike[str] | None) -> Path | None:
         )
     if folder is None:
         return None
-    return check.path("fit", "folder", folder).expanduser().absolute()
+    return check.path("fit", "folder", folder).absolute()
 
 
 def _check_json(about: Mapping[str, Any] | None) -> None:

@@ -33,7 +33,7 @@ from shardlib.step._batches import Batches
 from shardlib.step._state import State
 from shardlib.step._step import Step
 from shardlib.train._checkpoint import Checkpoints, NoRoomError
-from shardlib.train._folder import Occupied, add_failure, count_failures
+from shardlib.train._folder import Occupied, add_failure, count_failures, forget_failures
 from shardlib.train._loop_options import Loop, Records, check_names
 from shardlib.train._nonfinite import describe_bad_end, describe_losses, gather_nonfinite
 from shardlib.train._run_steps import Due, StepInFlight, StepMetrics
@@ -162,6 +162,9 @@ class Run:
         if not abandon or len(steps) == 1:
             return None
         checkpoints.put_aside(steps[-1:], "abandoned")
+        if jax.process_index() == 0:
+            # A later checkpoint of that step is another one.
+            forget_failures(self.folder)
         return steps[-1]
 
     def remember_failure(self) -> None:
@@ -191,6 +194,12 @@ class Run:
         if done == loop.steps:
             self._note(done, f"the run has taken its {loop.steps} steps already")
             return state
+        if loop.profile is not None and done >= loop.profile[0]:
+            self._note(
+                done,
+                f"no profile is taken: `Loop(profile={loop.profile})` begins at a step that the "
+                "run has taken already",
+            )
         profile = Profile(loop.profile, self.folder)
         with catch_termination() as termination, profile:
             while done < loop.steps:

@@ -31,7 +31,7 @@ def local_folder(source: str | Path) -> Path:
             f"`{source}` is no folder of this machine: copy the files to one, or mount the bucket."
         )
     if not str(source).startswith(_SCHEME):
-        return check.path(OP, "source", source, "a folder, or `hf:NAME/MODEL`").expanduser()
+        return check.path(OP, "source", source, "a folder, or `hf:NAME/MODEL`")
     found = _NAME.fullmatch(str(source))
     if found is None:
         raise ValueError(

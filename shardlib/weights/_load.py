@@ -247,12 +247,30 @@ class _Parameter:
         taken = self.rule.taken(tensor, self.sizes, inner)
         # A parameter of one tensor might else be the file itself, which may change later.
         is_copied = not self.rule.counters
-        piece = np.asarray(taken).astype(self.leaf.dtype, copy=is_copied)
+        piece = self._in_dtype(np.asarray(taken), is_copied)
         missing = [
             (0, part.stop - part.start - size)
             for part, size in zip(inner, piece.shape, strict=True)
         ]
         return np.pad(piece, missing) if any(more for _, more in missing) else piece
+
+    def _in_dtype(self, numbers: np.ndarray, copy: bool) -> np.ndarray:
+        """Numbers of a file in the dtype of the parameter, which has to hold them."""
+        dtype = np.dtype(self.leaf.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = numbers.astype(dtype, copy=copy)
+        if not numbers.size or jnp.promote_types(numbers.dtype, dtype) == dtype:
+            return cast
+        if jnp.issubdtype(dtype, jnp.inexact):
+            lost = np.isfinite(numbers) & ~np.isfinite(cast)
+        else:
+            lost = cast != numbers
+        if lost.any():
+            raise ValueError(
+                f"`load`: `{self.rule.tensor}` has numbers up to "
+                f"{float(np.abs(numbers).max()):.4g} in {numbers.dtype.name}, which the parameter's dtype, {dtype.name}, cannot hold."
+            )
+        return cast
 
 
 @lru_cache(maxsize=64)

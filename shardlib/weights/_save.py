@@ -65,7 +65,7 @@ def save(
     Returns:
         The files.
     """
-    folder = check.path(OP, "folder", folder, "the path of a folder").expanduser()
+    folder = check.path(OP, "folder", folder, "the path of a folder")
     if jax.process_count() > 1:
         raise ValueError(
             "`save` runs in one process, and this run has several: save a checkpoint, and export "

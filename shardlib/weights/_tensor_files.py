@@ -104,7 +104,7 @@ def open_tensors(path: str | Path) -> TensorFiles:
     checked = check.path(OP, "path", path, "the path of a file or of a folder")
     found: dict[str, Tensor] = {}
     contents: dict[Path, np.ndarray] = {}
-    for file in _files(checked.expanduser()):
+    for file in _files(checked):
         # What was checked is what is read, even if another file takes the name meanwhile.
         contents[file] = _content(file)
         for name, tensor in _tensors(file, contents[file]):
