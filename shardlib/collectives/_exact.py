@@ -193,9 +193,7 @@ class Exact(Exchange):
             reduced.append(contribution.astype(parameter.reduce))
         self._scatter_split(reduced, parameters)
         self._sum_whole(reduced, parameters)
-        # One factor for all, since every gradient is divided by the same weight.
-        factor = inverse(weight)
-        return [total * factor.astype(total.real.dtype) for total in reduced]
+        return [_divided(total, weight) for total in reduced]
 
     def _scatter_split(self, reduced: list[jax.Array], parameters: Sequence[Parameter]) -> None:
         """Exchange the arrays that are stored split for this device's part of their sums."""
@@ -339,6 +337,17 @@ def _scatter_one(x: jax.Array, dim: int, axes: tuple[str, ...], wire: Any, limit
     if dim and x.nbytes > limit:
         return in_pieces(partial(sum_scatter, axes=axes, wire=wire), x, dim, -(-x.nbytes // limit))
     return sum_scatter(x, dim, axes, wire)
+
+
+def _divided(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """A sum divided by the weight of a batch, rounded once; zero if the weight is zero.
+
+    The factor is the same for all sums of a dtype, so that it is computed once.
+    """
+    dtype, real = total.dtype, total.real.dtype
+    if jnp.finfo(real).bits < 32:
+        total, real = total.astype(jnp.float32), jnp.dtype(jnp.float32)
+    return (total * inverse(weight.astype(real))).astype(dtype)
 
 
 def inverse(weight: jax.Array) -> jax.Array:

@@ -61,10 +61,10 @@ class WeightedMean:
         total, weight = other.total, other.weight
         if axes:
             total, weight = lax.psum((total, weight), axes)
-        # Weights take no part in the gradient.
+        # Weights take no part in the gradient. A mean of nothing is zero, as it is by itself.
+        weight = lax.stop_gradient(jnp.where(weight == 0, jnp.inf, weight))
         return WeightedMean(
-            self.total + total / lax.stop_gradient(weight) * lax.stop_gradient(self.weight),
-            self.weight,
+            self.total + total / weight * lax.stop_gradient(self.weight), self.weight
         )
 
 

@@ -157,7 +157,7 @@ class FrozenVariance:
         """The state before the first step."""
         zeros = jax.tree.map(jnp.zeros_like, params)
         count = jnp.zeros((), jnp.int32)
-        frozen, norm = jnp.zeros((), bool), jnp.zeros(())
+        frozen, norm = jnp.zeros((), bool), jnp.zeros((), jnp.float32)
         return OneBitAdamState(count, count, frozen, norm, zeros, zeros, self.final.init(params))
 
     def message(self, gradients: Any, state: OneBitAdamState) -> tuple[Any, Any]:

@@ -69,7 +69,7 @@ def check_exchange(exchange: Exchange, layout: Layout, params: Any) -> None:
         )
     for path in exchanged:
         # Codes are signs or levels of real numbers; a complex sign has infinitely many values.
-        if jnp.iscomplexobj(leaves[path]):
+        if isinstance(by, Lossy) and jnp.iscomplexobj(leaves[path]):
             raise ValueError(
                 f"`Strategy(exchange={exchange})` compresses real numbers, and `{path}` is "
                 f"{leaves[path].dtype}: have it summed exactly, `exact=({path!r},)`."
@@ -140,7 +140,11 @@ def check_trainable(
             f"(`trainable={trainable!r}`, `frozen={strategy.frozen!r}`). {others}"
         )
     for path, leaf in named_leaves(params):
-        # Whole numbers are refused elsewhere, since they have no gradient at all.
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"`{path}` is {leaf.dtype}, which has no gradient, and cannot be trained: leave it "
+                f"out of `trainable`, or as it is, `Strategy(frozen=({re.escape(path)!r},))`."
+            )
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
         if is_float and jnp.finfo(leaf.dtype).bits < _FEWEST_BITS:
             raise ValueError(

@@ -180,12 +180,14 @@ def _as_mean(name: str, value: Any, rows: int) -> WeightedMean:
     if isinstance(value, WeightedMean):
         # Metrics may have a total for each expert, say; a loss is a number.
         _check_number(name, value.total, may_be_array=name != "loss")
+        _check_differentiable(name, value.total)
         _check_number(name, value.weight)
         return WeightedMean(
             jnp.asarray(value.total, jnp.float32),
             lax.stop_gradient(jnp.asarray(value.weight, jnp.float32)),
         )
     _check_number(name, value)
+    _check_differentiable(name, value)
     return WeightedMean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
 
 
@@ -204,6 +206,16 @@ def _check_number(name: str, part: Any, *, may_be_array: bool = False) -> None:
         raise ValueError(
             f"`{name}` of `loss_fn` is complex; a loss is real. Take its absolute "
             "value or real part."
+        )
+
+
+def _check_differentiable(name: str, value: Any) -> None:
+    """Refuse a loss of whole numbers or bools, whose gradient would be zero."""
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if name == "loss" and is_array and not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(
+            f"`loss` of `loss_fn` is {value.dtype}, which has no gradient: a loss is a "
+            "floating-point number. A count may be a metric."
         )
 
 

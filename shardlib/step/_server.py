@@ -11,6 +11,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,19 +27,21 @@ from shardlib.step._gradient import BatchGradient, Metrics
 from shardlib.step._optimizer_update import update_of
 from shardlib.step._scopes import EXCHANGE, OPTIMIZER
 from shardlib.step._state import Layout, State, drop_weak_types, state_specs
+from shardlib.step._strategy import Strategy
 from shardlib.step._workers import Workers, of_one, with_dim
 
 Differentiate = Callable[[State, Any], BatchGradient]
 
 
 def step_around_server(
-    differentiate: Differentiate, state: State, batch: Any
+    differentiate: Differentiate, strategy: Strategy, state: State, batch: Any
 ) -> tuple[State, Metrics]:
     """One step of every worker, and the server's update with each of their gradients.
 
     Args:
         differentiate: the gradient of one worker, from a state and the examples that it has alone.
             Its metrics are of all workers.
+        strategy: that of the step.
         state: the state before, of the server and with what workers have of their own.
         batch: the examples of all workers.
     """
@@ -49,14 +52,18 @@ def step_around_server(
     with jax.named_scope(EXCHANGE):
         values = exchanged.to_server(found.gradient.values)
     with jax.named_scope(OPTIMIZER), jax.numpy_dtype_promotion("standard"):
-        served, given = _updated(state, found.gradient._replace(values=values), found.metrics)
+        gradients = found.gradient._replace(values=values)
+        served, given = _updated(strategy, state, gradients, found.metrics)
     with jax.named_scope(EXCHANGE):
         params = exchanged.to_workers(given.params)
     # The last worker has seen all updates so far.
     versions = workers.versions[-1] + jnp.cumsum(1 - given.nonfinite)
+    rest = found.rest
+    if strategy.skips:
+        rest = jax.tree.map(partial(_of_finite, given.nonfinite == 0), rest, workers.rest)
     after = served.replaced(
         step=state.step + 1,
-        workers=Workers(params, (), found.rest, {}, versions),
+        workers=Workers(params, (), rest, {}, versions),
         streams=found.streams,
         nonfinite=state.nonfinite + jnp.max(given.nonfinite),
     )
@@ -65,6 +72,11 @@ def step_around_server(
         "first_nonfinite": jnp.max(given.first_nonfinite),
     }
     return after, metrics
+
+
+def _of_finite(is_finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """The new values of workers whose gradient is finite, and the old ones of all others."""
+    return jnp.where(is_finite.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 def _gradients(differentiate: Differentiate, state: State, batch: Any) -> BatchGradient:
@@ -110,15 +122,17 @@ class _Given(NamedTuple):
     first_nonfinite: jax.Array
 
 
-def _updated(state: State, gradients: Gradient, metrics: Metrics) -> tuple[State, _Given]:
+def _updated(
+    strategy: Strategy, state: State, gradients: Gradient, metrics: Metrics
+) -> tuple[State, _Given]:
     """The server's state after an update with each gradient, and what was given to each worker.
 
     Args:
+        strategy: that of the step.
         state: the state before.
         gradients: those of all workers, in the order in which they are used.
         metrics: of the step, for optimizers that ask for the loss.
     """
-    strategy = state.layout.strategy
 
     def update(server: tuple[Any, Any], gradient: Gradient) -> tuple[tuple[Any, Any], _Given]:
         params, opt_state = server

@@ -19,10 +19,11 @@ contributions of the devices to each gradient, over the data axes that do not sp
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -292,7 +293,7 @@ class Step:
                 return self._differentiated(worker, state, batch, of_all.apart)
 
         if of_all.has_server:
-            return step_around_server(differentiate, state, batch)
+            return step_around_server(differentiate, self.strategy, state, batch)
         return step_apart(take, state, batch)
 
     def _take(
@@ -310,12 +311,15 @@ class Step:
             assert of_all is not None
             asked, gradient = averaged_if_asked(of_all, state, gradient)
             averaged = Averaged(asked, of_all.workers)
-        trained = self._parameters(state, state.params, frozen=False)
+        trained = self._parameters(strategy, state, state.params, frozen=False)
         # Automatic from here: global values laid out in shards, so that every optax transformation
         # is right. What the user said about implicit promotion applies to the loss; optimizers of
         # optax need it.
         with jax.named_scope(OPTIMIZER), jax.numpy_dtype_promotion("standard"):
             update = update_of(state, gradient, trained, metrics["loss"], strategy, averaged)
+        if strategy.skips:
+            # Such a gradient may have left its mark in statistics of batches too.
+            rest = jax.tree.map(partial(jnp.where, update.nonfinite == 0), rest, state.rest)
         params, opt_state, streams, rest = drop_weak_types(
             (update.params, update.opt_state, streams, rest)
         )
@@ -335,8 +339,8 @@ class Step:
     ) -> BatchGradient:
         """The gradient of a batch under a strategy, where `apart` are the axes of other workers."""
         layout, sender = state.layout, self._sender(state)
-        trained = self._parameters(state, state.params, frozen=False)
-        frozen = self._parameters(state, state.frozen, frozen=True)
+        trained = self._parameters(strategy, state, state.params, frozen=False)
+        frozen = self._parameters(strategy, state, state.frozen, frozen=True)
         differentiate = GradientFunction(
             self.loss_fn, strategy, layout, trained, frozen, sender, apart
         )
@@ -345,11 +349,11 @@ class Step:
         check_experts(layout, strategy, self._used.names)
         return found
 
-    def _parameters(self, state: State, params: Any, *, frozen: bool) -> Any:
-        """A `StepParameter` for each of some parameters of a state."""
+    def _parameters(self, strategy: Strategy, state: State, params: Any, *, frozen: bool) -> Any:
+        """A `StepParameter` under a strategy for each of some parameters of a state."""
         named = place(state.layout.named, params)
         splits = state.layout.splits(params)
-        return step_parameters(params, named, splits, state.layout.strategy, frozen=frozen)
+        return step_parameters(params, named, splits, strategy, frozen=frozen)
 
     def _sender(self, state: State) -> Sender | None:
         """What the exchange needs of an optimizer that decides what is sent; None for others."""

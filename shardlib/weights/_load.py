@@ -268,7 +268,8 @@ class _Parameter:
         if lost.any():
             raise ValueError(
                 f"`load`: `{self.rule.tensor}` has numbers up to "
-                f"{float(np.abs(numbers).max()):.4g} in {numbers.dtype.name}, which the parameter's dtype, {dtype.name}, cannot hold."
+                f"{float(np.abs(numbers).max()):.4g} in {numbers.dtype.name}, which "
+                f"{dtype.name}, the parameter's dtype, cannot hold."
             )
         return cast
 

@@ -1,0 +1,136 @@
+"""What a step and its state have to agree on, and what a step that is skipped leaves alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype("f")
+
+
+def strategy(**options):
+    return sl.Strategy(mesh="data=8", rules=sl.rules.data, **options)
+
+
+def loss(model, x, rng):
+    x = x.astype(model["w"].dtype)
+    return jnp.mean((x @ model["w"] - x.sum(1)) ** 2)
+
+
+def stepped(of_state, of_step, loss=loss, batch=X, w=None):
+    make = lambda: {"w": jnp.arange(4.0) * 0.1 if w is None else w}
+    state = sl.init(make, optax.sgd(0.1), of_state)
+    return sl.train_step(loss, of_step)(state, batch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"manual": ()},
+        {"frozen": ("w",)},
+        {"zero": sl.Zero(3, small=0)},
+        {"offload": "optimizer"},
+        {"draws": "by_mesh"},
+    ],
+    ids=str,
+)
+def test_a_state_of_another_strategy_is_refused(options):
+    with pytest.raises(ValueError, match="another strategy than the step's|Use one strategy"):
+        stepped(strategy(), strategy(**options))
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"precision": "bf16"}, {"clip": 1e-6}])
+def test_what_a_state_does_not_depend_on_is_that_of_the_step(options):
+    expected, of_both = stepped(strategy(**options), strategy(**options))
+    found, of_step = stepped(strategy(), strategy(**options))
+    np.testing.assert_array_equal(found.params["w"], expected.params["w"])
+    assert of_step["grad_norm"] == of_both["grad_norm"]
+
+
+def test_a_server_clips_as_the_step_says():
+    exchange = sl.collectives.ParameterServer("data")
+    clipped = strategy(exchange=exchange, clip=1e-6)
+    found, _ = stepped(strategy(exchange=exchange), clipped)
+    expected, _ = stepped(clipped, clipped)
+    np.testing.assert_array_equal(found.params["w"], expected.params["w"])
+
+
+def test_a_mean_over_nothing_adds_nothing():
+    batch = {"x": X, "a": np.ones(16, "f"), "b": np.float32(np.arange(16) % 2)}
+
+    def both(model, batch, rng):
+        error = (batch["x"] @ model["w"]) ** 2
+        first = sl.weighted_mean((error * batch["a"]).sum(), batch["a"].sum())
+        return first + 0.5 * sl.weighted_mean((error * batch["b"]).sum(), batch["b"].sum())
+
+    whole, told = stepped(strategy(), strategy(), both, batch)
+    # Each device has two examples, one of which weighs nothing in the second mean.
+    parts, in_parts = stepped(strategy(), strategy(accumulate=2), both, batch)
+    assert np.isfinite(in_parts["loss"]) and not parts.nonfinite and not whole.nonfinite
+    assert np.isfinite(told["loss"])
+
+
+@pytest.mark.parametrize("of_state", [{}, {"exchange": sl.collectives.ParameterServer("data")}])
+def test_statistics_of_a_batch_that_is_skipped_are_left_out(of_state):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(4))
+            self.mean = nnx.BatchStat(jnp.zeros(4))
+
+    def with_mean(model, x, rng):
+        model.mean.set_value(0.9 * model.mean[...] + 0.1 * sl.batch_mean(x))
+        return jnp.mean((x @ model.w[...]) ** 2)
+
+    state = sl.init(Model, optax.sgd(0.01), strategy(**of_state))
+    step = sl.train_step(with_mean, strategy(**of_state))
+    bad = X.copy()
+    bad[:] = np.nan
+    state, _ = step(state, X)
+    before = jax.device_get(jax.tree.leaves((state.rest, state.workers)))
+    state, metrics = step(state, bad)
+    assert state.nonfinite
+    after = jax.device_get(jax.tree.leaves((state.rest, state.workers)))
+    assert before and all(np.isfinite(leaf).all() for leaf in after)
+
+
+def test_gradients_are_divided_by_the_weight_in_their_own_dtype():
+    x = np.ones((24, 4))
+    mean = lambda model, x, rng: jnp.mean(x @ model["w"])
+    with jax.enable_x64(True):
+        w = jnp.ones(4, jnp.float64)
+        state, _ = stepped(strategy(), strategy(), mean, x, w)
+        np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-15)
+    narrow = strategy(precision=sl.Precision(reduce="bf16"))
+    state, _ = stepped(narrow, narrow, mean, x.astype("f"), jnp.ones(4))
+    np.testing.assert_array_equal(state.params["w"], np.float32(1) - np.float32(0.1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool])
+def test_a_loss_without_a_gradient_is_refused(dtype):
+    count = lambda model, x, rng: jnp.sum(x @ model["w"] > 0).astype(dtype)
+    with pytest.raises(ValueError, match="which has no gradient: a loss is a floating-point"):
+        stepped(strategy(), strategy(), count)
+
+
+def test_whole_numbers_cannot_be_trained():
+    with pytest.raises(ValueError, match="`n` is int32, which has no gradient"):
+        sl.init(
+            lambda: {"w": jnp.zeros(4), "n": jnp.zeros(3, jnp.int32)},
+            optax.sgd(0.1),
+            strategy(),
+            trainable=lambda path, leaf: True,
+        )
+
+
+def test_a_freeze_that_is_found_by_itself_takes_float64():
+    one_bit = strategy(exchange=sl.collectives.OneBit("data"))
+    with jax.enable_x64(True):
+        optimizer = sl.optimizers.onebit_adam(0.1, freeze="auto")
+        state = sl.init(lambda: {"w": jnp.ones(16, jnp.float32)}, optimizer, one_bit)
+        step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"]) ** 2), one_bit)
+        state, metrics = step(state, jnp.ones((8, 16), jnp.float32))
+    assert np.isfinite(metrics["loss"])
