@@ -104,7 +104,8 @@ def empty(model: GPT, rows: int, slots: int, padding_B: Any = None) -> Cache:
     shape = (config.layers, rows, config.dims["kv_heads"], slots, config.dims["head_dim"])
     dtype = config.dtype or config.param_dtype
     k_LBGCK, v_LBGCK = (sl.shard(jnp.zeros(shape, dtype), *CACHE) for _ in range(2))
-    return Cache(k_LBGCK, v_LBGCK, jnp.zeros((), jnp.int32), checked_padding(padding_B, rows))
+    padding_B = checked_padding(padding_B, rows, slots)
+    return Cache(k_LBGCK, v_LBGCK, jnp.zeros((), jnp.int32), padding_B)
 
 
 def prefill(
@@ -119,7 +120,7 @@ def prefill(
     tokens_BS = checked_tokens("prefill", tokens_BS)
     rows, S = tokens_BS.shape
     check_room(model, slots, 0, S, padding_B)
-    return _prefill(model, tokens_BS, slots, checked_padding(padding_B, rows))
+    return _prefill(model, tokens_BS, slots, checked_padding(padding_B, rows, S))
 
 
 @functools.partial(jax.jit, static_argnames="slots")
@@ -342,6 +343,11 @@ def check_cached(model: GPT) -> None:
             "cache: there is none of latents yet. Take the likeliest tokens of whole passes, "
             "`model(tokens)`."
         )
+    if getattr(model, "encoder", None) is not None:
+        raise ValueError(
+            f"`{type(model).__name__}` attends to what its encoder has read, for which a cache has "
+            "no place: `model.translated(source, target)` is a whole pass."
+        )
 
 
 def checked_tokens(what: str, tokens_BS: Any) -> jax.Array:
@@ -356,7 +362,7 @@ def checked_tokens(what: str, tokens_BS: Any) -> jax.Array:
     return tokens_BS
 
 
-def checked_padding(padding_B: Any, rows: int) -> jax.Array | None:
+def checked_padding(padding_B: Any, rows: int, length: int) -> jax.Array | None:
     """How much rows are padded, as an array laid out as they are; None where none is."""
     if padding_B is None:
         return None
@@ -365,6 +371,12 @@ def checked_padding(padding_B: Any, rows: int) -> jax.Array | None:
         raise ValueError(
             f"`padding_B` is {padding_B.dtype}{list(padding_B.shape)}: whole numbers, one for each "
             f"of {rows} rows, as `pad` gives them."
+        )
+    known = _known(padding_B)
+    if known is not None and known.size and not 0 <= known.min() <= known.max() < length:
+        raise ValueError(
+            f"`padding_B` is from {known.min()} to {known.max()}, and rows have {length} tokens: "
+            "it says how many of them, the first ones, are padding, not how long prompts are."
         )
     return sl.shard(padding_B.astype(jnp.int32), "batch")
 
@@ -389,7 +401,13 @@ def _least(padding_B: Any) -> int | None:
     """How much every row is padded at least; None where only the running program knows."""
     if padding_B is None:
         return 0
+    known = _known(padding_B)
+    return None if known is None else int(known.min())
+
+
+def _known(padding_B: Any) -> np.ndarray | None:
+    """How much rows are padded; None where only the running program knows."""
     traced = isinstance(padding_B, Tracer)
     if traced or (isinstance(padding_B, jax.Array) and not padding_B.is_fully_addressable):
         return None
-    return int(np.min(np.asarray(padding_B)))
+    return np.asarray(padding_B)

@@ -221,7 +221,8 @@ class GPT(nnx.Module):
         # From a table split over `vocab` the partitioner takes the rows that are here and zeros for
         # the others, and adds up. A token that is no row of the table is nan, which is better than
         # another token's row.
-        x_BSD = lay_out(self.embedding[...].at[tokens_BS].get(mode="fill"), WHOLE, RESIDUAL)
+        x_BSD = self.embedding[...].at[tokens_BS].get(mode="fill", wrap_negative_indices=False)
+        x_BSD = lay_out(x_BSD, WHOLE, RESIDUAL)
         if self.positions is not None and positions is None:
             x_BSD += self.positions[: tokens_BS.shape[1]]
         elif self.positions is not None:
@@ -251,14 +252,16 @@ class GPT(nnx.Module):
         memory.
         """
         kernel_VD = self.embedding[...] if self.head is None else self.head[...]
-        return sl.kernels.linear_cross_entropy(
+        targets_BS = sl.shard(targets_BS, "batch", "seq")
+        losses_BS = sl.kernels.linear_cross_entropy(
             x_BSD,
             kernel_VD,
-            sl.shard(targets_BS, "batch", "seq"),
+            targets_BS,
             names=WHOLE,
             vocab_name="act_vocab",
             vocab=self.config.vocab,
         )
+        return _of_known(targets_BS, self.config.vocab, losses_BS)
 
 
 def turned(seen: Seen, config: GPTConfig, positions: jax.Array) -> Seen:
@@ -320,12 +323,23 @@ def cross_entropy(
     logits_BSV -= jax.lax.stop_gradient(logits_BSV.max(-1, keepdims=True))
     is_target = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
     losses_BS = jnp.log(jnp.exp(logits_BSV).sum(-1)) - jnp.where(is_target, logits_BSV, 0).sum(-1)
+    losses_BS = _of_known(targets_BS, logits_BSV.shape[-1], losses_BS)
     return _mean(losses_BS, mask_BS)
 
 
+def _of_known(targets_BS: jax.Array, vocab: int, losses_BS: jax.Array) -> jax.Array:
+    """Losses, of which those of targets that are no tokens are nan: leave these out by a mask."""
+    is_known = (targets_BS >= 0) & (targets_BS < vocab)
+    return jnp.where(is_known, losses_BS, jnp.nan)
+
+
 def _mean(losses_BS: jax.Array, mask_BS: jax.Array | None) -> sl.WeightedMean:
-    weights_BS = jnp.ones_like(losses_BS) if mask_BS is None else mask_BS.astype(jnp.float32)
-    return sl.weighted_mean((losses_BS * weights_BS).sum(), weights_BS.sum())
+    if mask_BS is None:
+        return sl.weighted_mean(losses_BS.sum(), jnp.ones_like(losses_BS).sum())
+    weights_BS = mask_BS.astype(jnp.float32)
+    # What is left out counts as nothing, whatever it is.
+    counted_BS = jnp.where(weights_BS == 0, 0, losses_BS * weights_BS)
+    return sl.weighted_mean(counted_BS.sum(), weights_BS.sum())
 
 
 def decays(params: Any) -> Any:

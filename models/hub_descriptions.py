@@ -247,6 +247,8 @@ def _experts(kind: str, config: moe.MoEConfig) -> dict[str, Any]:
     if kind == "qwen3_moe":
         hidden = config.expert_hidden or config.dims["mlp"]
         said |= {"moe_intermediate_size": hidden, "norm_topk_prob": True}
+    if kind == "mixtral":
+        said["intermediate_size"] = config.of_experts.dims["mlp"]
     return said
 
 

@@ -60,6 +60,10 @@ class MoEConfig(gpt.GPTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.router, type) or not hasattr(self.router, "choices"):
+            raise ValueError(
+                f"`MoEConfig(router={self.router!r})` is no router, such as `sl.experts.TopK(2)`."
+            )
         dense = self.dense_layers or 0
         if dense >= self.layers:
             raise ValueError(

@@ -117,6 +117,12 @@ def generate(
             "None."
         )
     prompts_BS = decoding.checked_tokens("generate", prompts_BS)
+    if not isinstance(sampling, Sampling):
+        raise ValueError(
+            f"`generate(sampling={sampling!r})` takes a `Sampling(...)`, such as "
+            "`Sampling(temperature=0.8)`."
+        )
+    padding_B = decoding.checked_padding(padding_B, *prompts_BS.shape)
     rows, more = prompts_BS.shape[0], 0 if chunk is None else -prompts_BS.shape[1] % chunk
     if more:
         prompts_BS = jnp.pad(prompts_BS, ((0, 0), (more, 0)))
@@ -124,7 +130,7 @@ def generate(
     length = prompts_BS.shape[1] + tokens
     slots = -(-length // SLOTS) * SLOTS
     decoding.check_room(model, slots, 0, length, padding_B)
-    padding_B = decoding.checked_padding(padding_B, rows)
+    padding_B = decoding.checked_padding(padding_B, *prompts_BS.shape)
     options: Any = {"tokens": tokens, "slots": slots, "sampling": sampling, "end": end}
     return _generate(model, prompts_BS, key, padding_B, chunk=chunk, **options)
 

@@ -99,6 +99,13 @@ class Translation(moe.MoE):
             lambda rngs: moe.Stretch(config, cross=True, rngs=rngs), config.stretches, rngs
         )
 
+    def routed(self, *tokens: Any, **options: Any) -> Any:
+        """Refused: the decoder attends to what the encoder has read."""
+        raise ValueError(
+            "`Translation` reads a source and a target: take `model.translated(source, target)`, "
+            "or `decoded` for what the head reads."
+        )
+
     def encoded(
         self,
         source_BT: jax.Array,

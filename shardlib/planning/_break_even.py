@@ -56,9 +56,11 @@ class BreakEven(Shown):
     @property
     def speedup(self) -> float:
         """How much faster a compressed step is than one whose exchange is exact."""
-        return (self.compute_seconds + self.exact_seconds) / (
-            self.compute_seconds + self.compressed_seconds
-        )
+        exact = self.compute_seconds + self.exact_seconds
+        compressed = self.compute_seconds + self.compressed_seconds
+        if exact == compressed:  # both may take no time at all
+            return 1.0
+        return exact / compressed if compressed else math.inf
 
     def __str__(self) -> str:
         where = "whatever the network"

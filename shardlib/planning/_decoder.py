@@ -96,6 +96,15 @@ class Decoder:
                 optional = hint is not int
                 checked = check.whole("Decoder", name, value, least=1, optional=optional)
                 check.assign(self, **{name: checked})
+        if self.head_dim is None and self.width % self.heads:
+            raise ValueError(
+                f"`Decoder(width={self.width})` must be a multiple of `heads={self.heads}`, or say "
+                "the size of a head: `head_dim`."
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(
+                f"`Decoder(heads={self.heads})` must be a multiple of `kv_heads={self.kv_heads}`."
+            )
 
     def modules(self, examples: int = 1, itemsize: int = 2, tensor: int = 1) -> tuple[Module, ...]:
         """The modules of the decoder, in order; a layer's are there once, with their count.

@@ -214,9 +214,12 @@ def estimate(
     devices = shared.tensor * shared.data
     forward = sum(module.count * module.flops for module in modules) * devices
     if not training:
-        parameters = _state_bytes(decoder, sizes.parameters, shared)
-        total = parameters + max(activations.logits, activations.layer)
-        return Estimate({"parameters": parameters}, total, forward, modules)
+        kinds = {"parameters": _state_bytes(decoder, sizes.parameters, shared)}
+        if copied := _copied_bytes(decoder, sizes, shared):
+            kinds["copies of parameters"] = copied
+        in_layer = activations.layer + _gathered_bytes(modules, sizes, shared)
+        total = sum(kinds.values()) + max(activations.logits, in_layer)
+        return Estimate(kinds, total, forward, modules)
 
     kinds = {
         "parameters": _state_bytes(decoder, sizes.parameters, shared),

@@ -221,7 +221,7 @@ class _Search:
             else:
                 size = _between(choices, known, choice.estimate)
                 again = choice.flops * products_scale(self.step.strategy)
-            point = FrontierPoint(choice.remat, size, number in known, again, again / once)
+            point = FrontierPoint(choice.remat, size, number in known, again, again / max(1, once))
             measured.append(_Measured(point, self.machine.chip.usable_bytes))
         last = FrontierPoint("none", everything[0], True, 0, 0.0)
         return [*measured, _Measured(last, self.machine.chip.usable_bytes)]

@@ -29,7 +29,7 @@ def add_questions(command: argparse.ArgumentParser) -> None:
         help="instead of a plan: how many examples of the batch a device can take at a time",
     )
     command.add_argument(
-        "--points", type=int, default=8, help="with --frontier: choices between its ends"
+        "--points", type=int, help="with --frontier: choices between its ends (default: 8)"
     )
     command.add_argument(
         "--compile-all", action="store_true", help="with --frontier: compile all of its choices"
@@ -51,6 +51,8 @@ def answer_of(
         return _frontier(arguments, _of_ours(step), state, batch, target, cache)
     if arguments.svg:
         raise ValueError("`--svg` draws a frontier: add `--frontier`.")
+    if arguments.compile_all or arguments.points is not None:
+        raise ValueError("`--compile-all` and `--points` are of a frontier: add `--frontier`.")
     if arguments.largest_microbatch:
         memory = arguments.memory
         found = largest_microbatch(_of_ours(step), state, batch, target, memory=memory, cache=cache)
@@ -81,7 +83,8 @@ def _frontier(
     cache: Path | None,
 ) -> dict[str, Any]:
     """The frontier, with the choice that fits, as a table and as a picture."""
-    options = {"points": arguments.points, "compiled": arguments.compile_all}
+    points = 8 if arguments.points is None else arguments.points
+    options = {"points": points, "compiled": arguments.compile_all}
     found = frontier(step, state, batch, target, cache=cache, **options)
     if arguments.svg:
         Path(arguments.svg).write_text(found.svg())
