@@ -67,9 +67,9 @@ class Strategy:
       `optax.adaptive_grad_clip(0.01)` adaptively. None clips nothing.
     - `frozen`: patterns that match the whole path of parameters which stay as they are: no
       gradient, no state.
-    - `nonfinite`: what a step does whose gradient is not finite: `"skip"` leaves parameters and
-      optimizer as they were; `"count"` takes the step all the same, so that one bad batch may make
-      every parameter nan. Either way `state.nonfinite` counts it.
+    - `nonfinite`: what a step does whose gradient is not finite: `"skip"` leaves parameters,
+      optimizer and the model's other state as they were; `"count"` takes the step all the same, so
+      that one bad batch may make every parameter nan. Either way `state.nonfinite` counts it.
     - `remat`: what blocks marked with `sl.remat` keep for the backward pass; all else in them is
       computed again. `"none"`, the default, keeps all activations; `"full"` only the inputs of
       blocks; `"dots"` and `"dots_without_batch"` results of matrix products too; `"minimal"` those
