@@ -73,7 +73,7 @@ LAYERS = [
     ("collectives", "_worker_sums _feedback _low_rank _largest _fragments _meetings _server"),
     (
         "optimizers",
-        "_stacked _delayed _local _moments _hyperparameters _onebit_adam _onebit_lamb _zero_one_adam _rounds",
+        "_local _stacked _delayed _moments _hyperparameters _onebit_adam _onebit_lamb _zero_one_adam _rounds",
     ),
     (
         "pipeline.schedules",

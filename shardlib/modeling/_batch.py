@@ -6,11 +6,13 @@ statistics, Switch's balance loss, asks here. The whole batch is the whole micro
 `accumulate`, each microbatch is a batch of its own, of the same examples on every mesh.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -62,7 +64,10 @@ class WeightedMean:
         if axes:
             total, weight = lax.psum((total, weight), axes)
         # Weights take no part in the gradient. A mean of nothing is zero, as it is by itself.
-        weight = lax.stop_gradient(jnp.where(weight == 0, jnp.inf, weight))
+        if isinstance(weight, jax.Array | np.ndarray):
+            weight = lax.stop_gradient(jnp.where(weight == 0, jnp.inf, weight))
+        elif weight == 0:
+            weight = math.inf
         return WeightedMean(
             self.total + total / weight * lax.stop_gradient(self.weight), self.weight
         )

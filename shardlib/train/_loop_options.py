@@ -63,11 +63,6 @@ class Loop:
             )
             # A whole number of another type, NumPy's say, becomes an `int`.
             check.assign(self, **{option.name: value})
-        if self.profile is not None and self.profile[0] > self.steps:
-            raise ValueError(
-                f"`Loop(steps={self.steps}, profile={self.profile})`: the first step to profile "
-                "comes after the last one of the run."
-            )
 
 
 @dataclass(frozen=True)

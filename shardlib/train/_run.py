@@ -194,11 +194,11 @@ class Run:
         if done == loop.steps:
             self._note(done, f"the run has taken its {loop.steps} steps already")
             return state
-        if loop.profile is not None and done >= loop.profile[0]:
+        if loop.profile is not None and not done < loop.profile[0] <= loop.steps:
             self._note(
                 done,
-                f"no profile is taken: `Loop(profile={loop.profile})` begins at a step that the "
-                "run has taken already",
+                f"no profile is taken: `Loop(profile={loop.profile})` begins at none of the steps "
+                f"from {done + 1} to {loop.steps}",
             )
         profile = Profile(loop.profile, self.folder)
         with catch_termination() as termination, profile:

@@ -259,7 +259,7 @@ class _Parameter:
         dtype = np.dtype(self.leaf.dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             cast = numbers.astype(dtype, copy=copy)
-        if not numbers.size or jnp.promote_types(numbers.dtype, dtype) == dtype:
+        if not numbers.size or _holds_all(dtype, numbers.dtype):
             return cast
         if jnp.issubdtype(dtype, jnp.inexact):
             lost = np.isfinite(numbers) & ~np.isfinite(cast)
@@ -272,6 +272,13 @@ class _Parameter:
                 f"{dtype.name}, the parameter's dtype, cannot hold."
             )
         return cast
+
+
+def _holds_all(dtype: Any, other: Any) -> bool:
+    """Whether a dtype has a number near every finite one of another."""
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.issubdtype(other, jnp.inexact):
+        return float(jnp.finfo(dtype).max) >= float(jnp.finfo(other).max)
+    return dtype == other
 
 
 @lru_cache(maxsize=64)
