@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._report import report
+from benchmarks._timing import TURNS, seconds
 from shardlib import kernels
 from shardlib.kernels import grouped_matmul
 
@@ -43,7 +44,7 @@ IMPLEMENTATIONS = ("reference", "gpu", "ragged_dot")
 LOADS = ("even", "drawn", "one")
 OP = "grouped_matmul"
 TABLE = Path(kernels.__file__).parent / "measured.json"
-TURNS, CALLS, SQUARE = 5, 10, 8192
+CALLS, SQUARE = 10, 8192
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def main() -> None:
     arguments = parser.parse_args()
     side = 64 if arguments.tiny else SQUARE
     square = jnp.ones((side, side), jnp.bfloat16)
-    product_flops = 2 * side**3 / seconds(jnp.matmul, square, square)
+    product_flops = 2 * side**3 / seconds(jnp.matmul, square, square, calls=CALLS)
     implementations = arguments.implementations
     figures: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
@@ -180,7 +181,9 @@ def measured(
     arrays, found = arrays_of(shape, load), {}
     for implementation in implementations:
         ways = {"forward": forward(implementation), "back": there_and_back(implementation)}
-        found[implementation] = {way: seconds(run, *arrays) for way, run in ways.items()}
+        found[implementation] = {
+            way: seconds(run, *arrays, calls=CALLS) for way, run in ways.items()
+        }
     del arrays
     if torch_is_there():
         found["torch"] = by_torch(shape, load)
@@ -191,20 +194,6 @@ def measured(
             "back": 3 * shape.flops / times["back"] / product_flops,
         }
     return {"seconds": found, "of_product": of_product}
-
-
-def seconds(function: Callable[..., Any], *arrays: jax.Array) -> float:
-    """Seconds of a call, of several in a row: the median of some turns."""
-    run = jax.jit(function)
-    jax.block_until_ready(run(*arrays))
-    turns = []
-    for _ in range(TURNS):
-        begin = time.perf_counter()
-        for _ in range(CALLS - 1):
-            run(*arrays)
-        jax.block_until_ready(run(*arrays))
-        turns.append((time.perf_counter() - begin) / CALLS)
-    return statistics.median(turns)
 
 
 def torch_is_there() -> bool:

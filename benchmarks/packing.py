@@ -13,9 +13,7 @@ method are a worker's seconds times that, for each number of the gradient: what 
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -23,11 +21,11 @@ import jax.numpy as jnp
 
 import shardlib as sl
 from benchmarks._report import report
+from benchmarks._timing import seconds
 from shardlib.collectives._exact import ExchangeInputs
-from shardlib.planning import _break_even
 
 AXIS, WORKERS = "pod", 4
-TURNS, CALLS = 5, 5
+CALLS = 5
 
 
 class TopK(sl.collectives.TopK):
@@ -71,8 +69,16 @@ def main() -> None:
     }
     for name, exchange in METHODS.items():
         taken = seconds_of_a_worker(exchange, arguments.matrices, width)
-        # The function's own formula, of which packing is all that is left on an infinite network.
-        formula = _break_even._cost(exchange, elements, WORKERS, 4, width).packed / elements
+        # On an infinite network packing is all that is left.
+        counted = sl.break_even(
+            parameters=elements,
+            workers=WORKERS,
+            bandwidth=math.inf,
+            memory_bandwidth=1.0,
+            exchange=exchange,
+            width=width,
+        )
+        formula = counted.compressed_seconds / elements
         found = taken * bandwidth / elements
         figures[name] = {
             "seconds": taken,
@@ -87,7 +93,7 @@ def main() -> None:
 def copy_bandwidth(elements: int) -> float:
     """Bytes per second that a device reads and writes when it copies numbers."""
     x = jnp.ones(elements * WORKERS)
-    return 2 * x.nbytes / seconds(lambda x: x + 1, x)
+    return 2 * x.nbytes / seconds(lambda x: x + 1, x, calls=CALLS)
 
 
 def seconds_of_a_worker(exchange: sl.Exchange, matrices: int, width: int) -> float:
@@ -107,21 +113,7 @@ def seconds_of_a_worker(exchange: sl.Exchange, matrices: int, width: int) -> flo
     if exchange.keeps_errors:
         first = [exchange.first_errors(parameter, {AXIS: WORKERS})] * matrices
         errors = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), first)
-    return seconds(jax.vmap(of_one, axis_name=AXIS), gradients, errors) / WORKERS
-
-
-def seconds(function: Callable[..., Any], *arrays: Any) -> float:
-    """Seconds of a call, of several in a row: the median of some turns."""
-    run = jax.jit(function)
-    jax.block_until_ready(run(*arrays))
-    turns = []
-    for _ in range(TURNS):
-        begin = time.perf_counter()
-        for _ in range(CALLS - 1):
-            run(*arrays)
-        jax.block_until_ready(run(*arrays))
-        turns.append((time.perf_counter() - begin) / CALLS)
-    return statistics.median(turns)
+    return seconds(jax.vmap(of_one, axis_name=AXIS), gradients, errors, calls=CALLS) / WORKERS
 
 
 if __name__ == "__main__":

@@ -350,15 +350,14 @@ class _Launch:
             try:
                 target.write(text)
                 target.flush()
-            except BrokenPipeError:  # nobody reads any more, as behind `| head`
+            except OSError as error:
+                # Nothing more goes there, and the processes need not know.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
-                os.kill(os.getpid(), signal.SIGTERM)
-            except OSError as error:  # a full disk, behind `> log`: the processes go on
-                os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
-                with contextlib.suppress(OSError):
-                    sys.stderr.write(
-                        f"python -m shardlib.launch: output is lost from here on: {error}\n"
-                    )
+                if isinstance(error, BrokenPipeError):  # nobody reads any more, as behind `| head`
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+                with contextlib.suppress(OSError):  # a full disk, behind `> log`
+                    sys.stderr.write(f"shardlib.launch: output is lost from here on: {error}\n")
 
 
 def _exit_code(process: _Process) -> int:
