@@ -64,13 +64,6 @@ def check_layout(layout: Layout, strategy: Strategy) -> None:
         raise ValueError(
             f"The state was made for {made_for}; the step is for {strategy}. Use one strategy."
         )
-    for name in ("data_axes", "zero_axes", "sharding", "frozen", "offloaded", "draws"):
-        theirs, ours = getattr(made_for, name), getattr(strategy, name)
-        if theirs != ours:
-            raise ValueError(
-                f"The state was made for another strategy than the step's: `{name}` is {theirs} "
-                f"there and {ours} here. Use one strategy; a checkpoint may be read into another."
-            )
     if made_for.exchange.axes or strategy.exchange.axes:
         # How the errors of an exchange are laid out depends on all of these.
         for name in ("exchange", "zero_axes", "every_axis"):
@@ -81,6 +74,13 @@ def check_layout(layout: Layout, strategy: Strategy) -> None:
                     f"{theirs} there and {ours} here. Use one strategy; a checkpoint may be read "
                     "into another."
                 )
+    for name in ("data_axes", "zero_axes", "sharding", "frozen", "offloaded", "draws"):
+        theirs, ours = getattr(made_for, name), getattr(strategy, name)
+        if theirs != ours:
+            raise ValueError(
+                f"The state was made for another strategy than the step's: `{name}` is {theirs} "
+                f"there and {ours} here. Use one strategy; a checkpoint may be read into another."
+            )
     check_sender(layout.optimizer, strategy)
     check_order(made_for, strategy, dict(layout.names))
 
