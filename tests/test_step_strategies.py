@@ -139,3 +139,55 @@ def test_a_freeze_that_is_found_by_itself_takes_float64():
         step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"]) ** 2), one_bit)
         state, metrics = step(state, jnp.ones((8, 16), jnp.float32))
     assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_step_takes_models_of_several_sizes(pipelined):
+    options = {"mesh": "data=8", "rules": sl.rules.data}
+    if pipelined:
+        options = {"mesh": "data=4,stage=2", "rules": sl.rules.data | sl.rules.pipeline}
+        options["pipeline"] = sl.pipeline.OneFOneB(2, 2)
+    of_sizes = sl.Strategy(zero=sl.Zero(1 if pipelined else 3, small=0), **options)
+
+    def layered(model, x, rng):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(sl.remat(layer), x, model)[0] ** 2)
+
+    step, evaluation = sl.train_step(layered, of_sizes), sl.evaluation(layered, of_sizes)
+    optimizer = optax.sgd(0.1)
+    # ZeRO splits the dim of 16, which is another one in the second model.
+    for width, hidden in ((16, 10), (10, 16)):
+        draws = np.random.default_rng(1)
+        up = draws.normal(size=(4, width, hidden)).astype("f") * 0.3
+        down = draws.normal(size=(4, hidden, width)).astype("f") * 0.3
+        x = draws.normal(size=(16, width)).astype("f")
+        names = ("layers", None, None)
+        model = sl.annotate({"up": up, "down": down}, {"up": names, "down": names})
+        state = sl.init(lambda model=model: model, optimizer, of_sizes)
+        expected = x
+        for number in range(4):
+            expected = expected + np.tanh(expected @ up[number]) @ down[number]
+        expected = np.mean(expected**2)
+        np.testing.assert_allclose(evaluation(state, [x])["loss"], expected, rtol=1e-5)
+        np.testing.assert_allclose(step(state, x)[1]["loss"], expected, rtol=1e-5)
+
+
+def test_batches_hold_keys():
+    def noisy(model, batch, rng):
+        noise = jax.vmap(jax.random.normal)(batch["key"])
+        return jnp.mean((batch["x"] @ model["w"] + noise) ** 2)
+
+    batch = {"x": X, "key": jax.random.split(jax.random.key(3), 16)}
+    state = sl.init(lambda: {"w": jnp.arange(4.0) * 0.1}, optax.sgd(0.1), strategy())
+    noise = jax.vmap(jax.random.normal)(batch["key"])
+    expected = np.mean((X @ (np.arange(4) * 0.1) + noise) ** 2)
+    found = sl.evaluation(noisy, strategy())(state, [batch])["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    on_mesh = next(sl.batches([batch], strategy()))
+    assert on_mesh["key"].dtype == batch["key"].dtype
+    found, given = jax.random.key_data(on_mesh["key"]), jax.random.key_data(batch["key"])
+    np.testing.assert_array_equal(found, given)
+    found = sl.train_step(noisy, strategy())(state, on_mesh)[1]["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -25,6 +25,7 @@ from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._specs import parts_over, product_text
+from shardlib.modeling._random import is_key
 from shardlib.step._strategy import Strategy
 
 State = dict[str, Any]
@@ -283,15 +284,21 @@ class Batches(Iterator[Any]):
             # Such an array is on the mesh already.
             if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
                 return leaf
+            # Keys are numbers to a host.
+            numbers = jax.random.key_data(leaf) if is_key(leaf) else leaf
             try:
                 # A copy, since a device may keep the memory it is given, and a source may use it
                 # again for its next batch.
-                return jax.make_array_from_process_local_data(sharding, np.array(leaf, copy=True))
+                copied = np.array(numbers, copy=True)
+                on_mesh = jax.make_array_from_process_local_data(sharding, copied)
             except ValueError as error:
                 raise ValueError(
                     f"`{path or 'the batch'}` of shape {leaf.shape} does not split over the axes "
                     f"{self.strategy.batch_axes}: {error}"
                 ) from error
+            if is_key(leaf):
+                return jax.random.wrap_key_data(on_mesh, impl=jax.random.key_impl(leaf))
+            return on_mesh
 
         return map_named(put, batch)
 

@@ -157,8 +157,8 @@ def _in_tree(tree: Any, leaves: Any) -> Any:
 class Programs:
     """Compiled programs of pipelines, which are checked before their first run.
 
-    There are some that would hang. A program is known by the layout of the state and the shapes of
-    the batch.
+    There are some that would hang. A program is known by the state's layout and shapes and by the
+    shapes of the batch.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Programs:
     def of(self, jitted: Any, state: State, batch: Any) -> Any:
         """The program of a jitted function of a state and a batch, compiled if it is new."""
         leaves = [(path, leaf.shape, leaf.dtype) for path, leaf in named_leaves(batch)]
-        key = (state.layout, *leaves)
+        key = (state.program_key, *leaves)
         if key not in self._compiled:
             self._compiled[key] = refuse_if_it_would_hang(jitted.lower(state, batch).compile())
         return self._compiled[key]

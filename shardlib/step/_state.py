@@ -248,6 +248,15 @@ class State:
     layout: Layout = field(metadata={"static": True}, repr=False)
 
     @property
+    def program_key(self) -> tuple[Any, ...]:
+        """What states have in common that one compiled step takes: their layout and shapes.
+
+        Models of different sizes may have the same layout.
+        """
+        leaves = jax.tree.leaves((self.params, self.frozen, self.rest))
+        return (self.layout, *[leaf.shape for leaf in leaves])
+
+    @property
     def model(self) -> Any:
         """The model with this state's values, for evaluation and sampling.
 
@@ -280,12 +289,13 @@ class State:
         what their optimizers have gathered stays, so do it right after a meeting.
         """
         parameters = combine(self.params, self.frozen)
-        _check_weights(dict(named_leaves(weights)), dict(named_leaves(parameters)))
-
-        def put(leaf: Any, weight: Any) -> Any:
-            return jax.device_put(weight.astype(leaf.dtype), leaf.sharding)
-
-        on_mesh = jax.tree.map(put, parameters, weights)
+        given = dict(named_leaves(weights))
+        _check_weights(given, dict(named_leaves(parameters)))
+        leaves: list[Any] = []
+        # By path: a plain dict may stand for a tree of another class.
+        for path, leaf in named_leaves(parameters):
+            leaves.append(jax.device_put(given[path].astype(leaf.dtype), leaf.sharding))
+        on_mesh = jax.tree.unflatten(jax.tree.structure(parameters), leaves)
         # Weights are given in the model's order, and stored in that of the pipeline's stages.
         on_mesh = place_layers(self.layout.strategy, on_mesh, dict(self.layout.names))
 

@@ -114,9 +114,10 @@ class Step:
             )
         check_arguments(loss_fn)
         self.loss_fn, self.strategy = loss_fn, strategy
-        # Names are recorded while the loss is traced, which is once for each layout of the state.
+        # Names are recorded while the loss is traced, which is once for each program.
         self._used = UsedNames()
-        self._jitted_by_layout: dict[Layout, Any] = {}
+        # By `State.program_key`.
+        self._jitted_by_state: dict[tuple[Any, ...], Any] = {}
         self._programs = Programs()
         # Where a budget says how much memory there is: what was found, and steps that keep it.
         self._fitted: dict[Any, FittedRemat] = {}
@@ -174,7 +175,7 @@ class Step:
                 f'`Strategy(remat=sl.Remat.budget("14GiB"))`; this one has '
                 f"`remat={self.strategy.remat!r}`."
             )
-        key = state.layout, _shapes_key(batch)
+        key = state.program_key, _shapes_key(batch)
         if key not in self._fitted:
             shapes = jax.tree.map(_shape, batch)
             fitted = self._fit(jax.tree.map(_shape, state), shapes)
@@ -224,7 +225,8 @@ class Step:
         # With a budget, other steps are traced in place of this one: each has the same names.
         for step in self._by_remat.values():
             return step.unused_rules
-        return unused_rules(self.strategy, self._jitted_by_layout, self._used.names)
+        layouts = [key[0] for key in self._jitted_by_state]
+        return unused_rules(self.strategy, layouts, self._used.names)
 
     @property
     def compiler_options(self) -> dict[str, bool | int]:
@@ -258,23 +260,22 @@ class Step:
             yield
 
     def _jitted(self, state: State, batch: Any) -> Any:
-        """The jitted step for states of one layout."""
+        """The jitted step for states of one layout and one model's sizes."""
         check_compiles()
         check_batch(batch, self.strategy)
-        layout = state.layout
-        # States of one layout share a program; another model, or other rules, has its own.
-        if layout not in self._jitted_by_layout:
-            check_layout(layout, self.strategy)
+        key = state.program_key
+        if key not in self._jitted_by_state:
+            check_layout(state.layout, self.strategy)
             mesh = self.strategy.device_mesh
             shardings = state_shardings(state)
-            self._jitted_by_layout[layout] = jax.jit(
+            self._jitted_by_state[key] = jax.jit(
                 self._run,
                 in_shardings=(shardings, batch_sharding(self.strategy)),
                 out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
                 donate_argnums=0,
                 compiler_options=self.compiler_options or None,
             )
-        return self._jitted_by_layout[layout]
+        return self._jitted_by_state[key]
 
     def _run(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """One step, as it is traced: of all workers together, or of each apart."""
