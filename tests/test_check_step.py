@@ -201,6 +201,25 @@ def test_check_step_blames_the_earliest_and_largest_difference():
         check(two, steps=1)
 
 
+def test_check_step_compares_the_parameters_of_the_last_step():
+    def update(updates, state, params=None):
+        factor = jnp.sqrt(jax.sharding.get_abstract_mesh().size)
+        return jax.tree.map(lambda u: u * factor, updates), state
+
+    scaled = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    optimizer = optax.chain(optax.sgd(0.1), scaled)
+    with pytest.raises(AssertionError, match="^parameters `w` of step 0"):
+        testing.check_step(
+            lambda: {"w": jnp.ones((4, 2))},
+            optimizer,
+            lambda model, x, rng: jnp.mean((x @ model["w"] - 1.0) ** 2),
+            np.ones((8, 4), "f"),
+            sl.rules.data,
+            meshes=["data=8"],
+            steps=1,
+        )
+
+
 @pytest.mark.long
 def test_check_step_does_not_accept_nan_as_rounding():
     with pytest.raises(

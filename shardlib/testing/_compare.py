@@ -55,6 +55,7 @@ class Comparison:
     - `loss`: the difference of the loss and the metrics.
     - `gradients`: that of the gradients.
     - `optimizer_state`: that of the optimizer's state.
+    - `parameters`: that of the parameters after the update.
     - `state`: that of the model's other state, such as running means.
     - `randomness`: that of random numbers, which must be 0 unless draws depend on the mesh.
     """
@@ -64,6 +65,7 @@ class Comparison:
     loss: float
     gradients: float
     optimizer_state: float
+    parameters: float
     state: float
     randomness: float
 
@@ -83,7 +85,8 @@ def check_step(
     """Compare a step on each mesh with one device that takes the whole batch.
 
     Compared after every step: the loss and metrics, the gradients, the optimizer's state, the
-    model's other state, and what the loss function's key and the model's own random streams draw.
+    parameters, the model's other state, and what the loss function's key and the model's own random
+    streams draw.
     Random numbers and whole numbers must be equal; of any other array the largest difference of an
     entry may be
 

@@ -32,7 +32,14 @@ from shardlib.tracing._jaxpr import every_equation
 Arrays = dict[str, np.ndarray]
 """What a step gave, of one kind, by path."""
 
-KINDS: tuple[str, ...] = ("randomness", "loss", "gradients", "optimizer_state", "state")
+KINDS: tuple[str, ...] = (
+    "randomness",
+    "loss",
+    "gradients",
+    "optimizer_state",
+    "parameters",
+    "state",
+)
 """The kinds of results, in the order in which a step comes to them.
 
 What differs first is to blame for what differs later.
@@ -65,6 +72,7 @@ class Record:
     loss: Arrays
     gradients: Arrays
     optimizer_state: Arrays
+    parameters: Arrays
     state: Arrays
 
 
@@ -131,6 +139,7 @@ def _record(state: State, metrics: Mapping[str, Any]) -> Record:
         loss=loss,
         gradients=_numbers(gradients),
         optimizer_state=_numbers(opt_state),
+        parameters=_numbers(state.weights),
         state=_numbers(state.rest),
     )
 
