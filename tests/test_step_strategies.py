@@ -191,3 +191,20 @@ def test_batches_hold_keys():
     np.testing.assert_array_equal(found, given)
     found = sl.train_step(noisy, strategy())(state, on_mesh)[1]["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_sizes_that_the_devices_decide_are_checked_with_the_mesh():
+    rules = sl.rules.data | sl.rules.pipeline
+    schedule = sl.pipeline.OneFOneB(2, 2)
+    staged = sl.Strategy(mesh="data=4,stage=-1", rules=rules, pipeline=schedule)
+    assert dict(staged.device_mesh.shape) == {"data": 4, "stage": 2}
+    wrong = sl.Strategy(mesh="data=2,stage=-1", rules=rules, pipeline=schedule)
+    with pytest.raises(ValueError, match="has 2 stages, and the mesh axis `stage`.*has size 4"):
+        wrong.device_mesh  # noqa: B018
+    around = sl.Strategy(
+        mesh="data=1,stage=2,context=-1",
+        rules=rules | sl.rules.context("ring"),
+        pipeline=schedule,
+    )
+    with pytest.raises(ValueError, match="attention around a ring over `context`"):
+        around.device_mesh  # noqa: B018

@@ -62,7 +62,7 @@ def check_stage_axis(schedule: Any, rules: AxisRules, axes: Mapping[str, int]) -
     Args:
         schedule: the schedule.
         rules: the rules, of which `layers` names the axis.
-        axes: the sizes of the mesh's axes.
+        axes: the sizes of the mesh's axes; -1 of one that takes the devices that are left.
     """
     choices = _choices_of(rules, LAYERS)
     if len(choices) != 1 or len(as_tuple(choices[0])) != 1:
@@ -73,8 +73,9 @@ def check_stage_axis(schedule: Any, rules: AxisRules, axes: Mapping[str, int]) -
             f'`rules | sl.AxisRules({LAYERS}="stage")`, as `sl.rules.pipeline` does.'
         )
     (axis,) = as_tuple(choices[0])
-    # A device holds one stage: with more devices than stages, some would have no work.
-    if axes[axis] != schedule.stages:
+    # A device holds one stage: with more devices than stages, some would have no work. A size of -1
+    # is not known yet.
+    if axes[axis] not in (schedule.stages, -1):
         raise ValueError(
             f"`{schedule}` has {schedule.stages} stages, and the mesh axis `{axis}` that the "
             f"rule `{LAYERS}` names has size {axes[axis]}: make them the same."

@@ -5,6 +5,7 @@ What is asked for is in its fields. All else is derived from them, and named onc
 the axes over which the step is manual, those that ZeRO splits over, those of the slow network.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -131,11 +132,9 @@ class Strategy:
         self._check_manual()
         resolve_precision(self.precision)
         check_exchange(self.exchange, self.zero, self.sharding, self.data_axes, self.rules, axes)
-        check_offload(self)
+        self._check_sizes(axes)
         check_apart(self, self.apart)
-        if self.pipeline is not None:
-            check_pipeline(self, axes)
-        elif self.remat == "stage":
+        if self.pipeline is None and self.remat == "stage":
             raise ValueError(
                 '`Strategy(remat="stage")` keeps what is sent to each stage of a pipeline: '
                 'give one, `pipeline=...`, or use `remat="full"`.'
@@ -143,10 +142,19 @@ class Strategy:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """The sizes of the mesh's axes, without asking JAX for its devices."""
+        """The sizes of the mesh's axes, without asking JAX for its devices.
+
+        An axis that takes the devices that are left is of size -1.
+        """
         if isinstance(self.mesh, str):
             return parse_axes(self.mesh)
         return dict(self.mesh.shape)
+
+    def _check_sizes(self, axes: Mapping[str, int]) -> None:
+        """Refuse what does not go together on axes of these sizes, as far as they are known."""
+        check_offload(self, axes)
+        if self.pipeline is not None:
+            check_pipeline(self, axes)
 
     def _check_fields(self) -> None:
         """Refuse values of a wrong type or out of range, each field by itself.
@@ -289,6 +297,8 @@ class Strategy:
         mesh = self.mesh
         if isinstance(mesh, str):
             mesh = make_mesh(mesh, dcn=self.dcn)
+            # Now the size of an axis that takes the devices that are left is known.
+            self._check_sizes(mesh.shape)
         # Compilers take a region that is manual over the other axes, within one that is manual over
         # those of workers, only in this order of the mesh.
         return with_first(mesh, self.data_axes, self.exchange.axes)

@@ -17,14 +17,13 @@ from shardlib.layouts._specs import axes_within
 from shardlib.pipeline._schedule_checks import check_is_schedule, check_stage_axis, check_table
 
 
-def check_offload(strategy: Any) -> None:
+def check_offload(strategy: Any, axes: Mapping[str, int]) -> None:
     """Refuse parameters in the host's memory with what holds them whole."""
     if strategy.offloaded is None or not strategy.offloaded.parameters:
         return
     shown = f"`Strategy(offload={strategy.offload!r}"
     over = axes_within(strategy.zero_axes, strategy.sequence_axes)
-    sizes = strategy.axis_sizes
-    if any(sizes[axis] > 1 for axis in over):
+    if any(axes[axis] > 1 for axis in over):
         raise ValueError(
             f"{shown}, zero={strategy.zero!r})`: parameters are copied from the host some rows at "
             f"a time, and over {listed(over)}, which splits sequences, other dims of theirs "
