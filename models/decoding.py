@@ -314,7 +314,9 @@ def _loop(model: GPT, turn: Callable[..., Any], carry: Any, seen: Seen) -> tuple
     }
     first, given = 0, []
     for stack in model.stacks:
-        blocks = nnx.view(stack.blocks, deterministic=True)
+        modes = {"deterministic": True, "decoding": True}
+        # Only experts ask whether a model decodes.
+        blocks = nnx.view(stack.blocks, raise_if_not_found=False, **modes)
         size = len(stack.blocks.blocks)
         numbers = first + size * jnp.arange(stack.count)
         loop = nnx.scan(turn, **axes, graph_updates=False)

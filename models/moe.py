@@ -38,7 +38,8 @@ class MoEConfig(gpt.GPTConfig):
     - `balance_bias`: the router has a bias for each expert, which evens the load: train it with
       `sl.experts.balanced(optimizer)`.
     - `every`: one block of so many has experts, the last of them; by default all have.
-    - `group`: how many consecutive tokens share the places of the experts; by default a sequence.
+    - `group`: how many consecutive tokens share the places of the experts; by default a sequence,
+      and always the new tokens of one while a model generates.
     - `form`: `"dropless"` sends each token to all of its experts, see `sl.experts.dropless`;
       `"scatter"` and `"einsum"` give an expert so many places, see `sl.experts.moe`. By default
       nothing is dropped where the router has no capacity.
@@ -209,7 +210,7 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
-        self.config, self.deterministic = config, False
+        self.config, self.deterministic, self.decoding = config, False, False
         init = layers.normal(layers.STANDARD_DEVIATION)
         returning = layers.normal(layers.returning_std(config))
         self.router = layers.parameter(init, config, "embed", "routes", rngs=rngs)
@@ -223,6 +224,13 @@ class Experts(nnx.Module):
             else None
         )
         self.down = layers.parameter(returning, config, "experts", "mlp", "embed", rngs=rngs)
+
+    def set_view(self, deterministic: bool | None = None, decoding: bool | None = None) -> None:
+        """What `nnx.view` sets: without a router's draws, and one token of a sequence at a time."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decoding is not None:
+            self.decoding = decoding
 
     def __call__(
         self, x_BSD: jax.Array, key: jax.Array | None, real_BS: jax.Array | None
@@ -242,7 +250,7 @@ class Experts(nnx.Module):
             "gate": self.router[...],
             "weights": weights,
             "key": None if self.deterministic else key,
-            "group": config.group,
+            "group": None if self.decoding else config.group,
             "real": real_BS,
             "names": layers.WHOLE,
             "padded_to": config.padded_to,

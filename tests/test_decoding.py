@@ -151,6 +151,9 @@ def test_decoding_of_experts_equals_a_whole_pass_for_each_token():
     with sl.unsharded():
         expected = without_cache(model, prompts, 6)
         np.testing.assert_array_equal(sampling.generate(model, prompts, 6, KEY), expected)
+        # Tokens that are trained in groups of several sequences are not decoded so.
+        grouped = make(replace(config, group=64), moe.MoE)
+        np.testing.assert_array_equal(sampling.generate(grouped, prompts, 6, KEY), expected)
 
 
 # On a mesh.

@@ -310,3 +310,16 @@ def test_what_knows_nothing_of_these_models_refuses_them():
         model = nnx.eval_shape(lambda: moe.MoE(TINY, rngs=nnx.Rngs(0)))
         with pytest.raises(ValueError, match=r"MoEConfig\(latent=.*is not decoded"):
             decoding.empty(model, rows=1, slots=8)
+
+
+def test_routers_of_a_model_draw_nothing_in_a_deterministic_view():
+    router = sl.experts.TopK(2, jitter=0.5)
+    config = moe.tiny(layers=1, every=1, width=16, context=8, vocab=16, router=router)
+    model = moe.MoE(config, rngs=nnx.Rngs(0))
+    tokens = jnp.arange(16).reshape(2, 8)
+    key = jax.random.key(5)
+    with sl.unsharded():
+        plain = model.routed(tokens)[0]
+        assert (model.routed(tokens, key=key)[0] != plain).any()
+        view = nnx.view(model, deterministic=True)
+        np.testing.assert_array_equal(view.routed(tokens, key=key)[0], plain)
