@@ -164,6 +164,12 @@ def test_plan_command_prints_json(steps, plan_here):
     )
 
 
+@pytest.mark.parametrize("option", [("--points", "2"), ("--compile-all",), ("--svg", "x.svg")])
+def test_plan_command_refuses_options_of_a_frontier_without_one(steps, plan_here, option):
+    result = plan_here(f"{steps}:good", "--target", "cpu:4", *option)
+    assert result.returncode == 2 and "add `--frontier`" in result.stderr
+
+
 @pytest.mark.long
 def test_plan_command_prints_and_draws_a_frontier(steps, tmp_path, plan_here):
     picture = tmp_path / "frontier.svg"
