@@ -33,17 +33,24 @@ from jax.core import Tracer
 
 import shardlib as sl
 from models.gpt import GPT, Seen, turned
-from models.layers import HEADS, Attention, Scores
+from models.layers import Attention, Names
 
 # Layers are whole on every device: were they split, each turn of the loop would gather all of them.
 CACHE = (None, "batch", "act_kv_heads", "cache_seq", "head_dim")
 # As `sl.kernels.attention` takes keys. In the cache heads come first: so each head's keys are one
 # matrix, which compilers multiply as it lies in memory.
 KEYS = ("batch", "cache_seq", "act_kv_heads", "head_dim")
+# Of latent attention: all heads have the same.
+LATENT_CACHE = (None, "batch", None, "cache_seq", None)
+LATENT_KEYS = ("batch", "cache_seq", "act_heads", "head_dim")
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, for every layer."""
+    """Keys and values of the tokens so far, for every layer.
+
+    Of latent attention, the key that all heads have in common in place of keys, and the latent in
+    place of values, as of one head.
+    """
 
     k_LBGCK: jax.Array
     v_LBGCK: jax.Array
@@ -97,13 +104,25 @@ def pad(prompts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     return tokens_BS, np.array([longest - size for size in sizes], np.int32)
 
 
+def names_of(model: GPT) -> Names:
+    """The names of the dims of a model's cache."""
+    return CACHE if model.config.latent is None else LATENT_CACHE
+
+
 def empty(model: GPT, rows: int, slots: int, padding_B: Any = None) -> Cache:
     """A cache without tokens, for prompts that `extend` reads a block at a time."""
     check_cached(model)
-    config = model.config
-    shape = (config.layers, rows, config.dims["kv_heads"], slots, config.dims["head_dim"])
+    config, latent = model.config, model.config.latent
+    heads, sizes = config.dims["kv_heads"], (config.dims["head_dim"],) * 2
+    if latent is not None:
+        heads, sizes = 1, (latent.rotary_dim, latent.kv_rank)
     dtype = config.dtype or config.param_dtype
-    k_LBGCK, v_LBGCK = (sl.shard(jnp.zeros(shape, dtype), *CACHE) for _ in range(2))
+
+    def zeros(size: int) -> jax.Array:
+        shape = (config.layers, rows, heads, slots, size)
+        return sl.shard(jnp.zeros(shape, dtype), *names_of(model))
+
+    k_LBGCK, v_LBGCK = map(zeros, sizes)
     padding_B = checked_padding(padding_B, rows, slots)
     return Cache(k_LBGCK, v_LBGCK, jnp.zeros((), jnp.int32), padding_B)
 
@@ -130,14 +149,16 @@ def _prefill(
     S = tokens_BS.shape[1]
     segments_BS = _segments(padding_B, jnp.arange(S))
     room = ((0, 0), (0, 0), (0, slots - S), (0, 0))
+    names = names_of(model)
 
     def attend(
         attention: Attention, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array
     ) -> tuple[jax.Array, Any]:
         kept = []
         for x_BSGK in (k_BSGK, v_BSGK):
-            kept.append(sl.shard(jnp.pad(x_BSGK.swapaxes(1, 2), room), *CACHE[1:]))
-        return attention.attend(q_BSHK, k_BSGK, v_BSGK, segments_BS), tuple(kept)
+            kept.append(sl.shard(jnp.pad(x_BSGK.swapaxes(1, 2), room), *names[1:]))
+        of_heads = attention.of_heads(k_BSGK, v_BSGK)
+        return attention.attend(q_BSHK, *of_heads, segments_BS), tuple(kept)
 
     def turn(blocks: Any, x_BSD: jax.Array, first: jax.Array, seen: Seen) -> tuple[jax.Array, Any]:
         kept = []
@@ -148,7 +169,7 @@ def _prefill(
 
     x_BSD, seen = _embedded(model, tokens_BS, jnp.arange(S), padding_B)
     x_BSD, kept = _loop(model, turn, x_BSD, seen)
-    k_LBGCK, v_LBGCK = (sl.shard(_of_all_layers(x), *CACHE) for x in zip(*kept, strict=True))
+    k_LBGCK, v_LBGCK = (sl.shard(_of_all_layers(x), *names) for x in zip(*kept, strict=True))
     return _logits(model, x_BSD), Cache(k_LBGCK, v_LBGCK, jnp.int32(S), padding_B)
 
 
@@ -172,7 +193,7 @@ def extend(model: GPT, tokens_BS: Any, cache: Cache) -> tuple[jax.Array, Cache]:
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _extend(model: GPT, tokens_BS: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-    at, padding_B = cache.length, cache.padding_B
+    at, padding_B, names = cache.length, cache.padding_B, names_of(model)
     numbers = at + jnp.arange(tokens_BS.shape[1])
     segments = None
     if padding_B is not None:
@@ -181,14 +202,14 @@ def _extend(model: GPT, tokens_BS: jax.Array, cache: Cache) -> tuple[jax.Array, 
     def turn(blocks: Any, carry: Any, first: jax.Array, seen: Seen) -> tuple[Any, None]:
         x_BSD, (k_LBGCK, v_LBGCK) = carry
         for number, block in enumerate(blocks.blocks):
-            past = _Past(k_LBGCK, v_LBGCK, first + number, at, segments)
+            past = _Past(k_LBGCK, v_LBGCK, names, first + number, at, segments)
             x_BSD, (k_LBGCK, v_LBGCK) = block.by(functools.partial(_attend, past), x_BSD, seen)
         return (x_BSD, (k_LBGCK, v_LBGCK)), None
 
-    kept = (sl.shard(cache.k_LBGCK, *CACHE), sl.shard(cache.v_LBGCK, *CACHE))
+    kept = (sl.shard(cache.k_LBGCK, *names), sl.shard(cache.v_LBGCK, *names))
     x_BSD, seen = _embedded(model, tokens_BS, numbers, padding_B)
     (x_BSD, kept), _ = _loop(model, turn, (x_BSD, kept), seen)
-    k_LBGCK, v_LBGCK = (sl.shard(x, *CACHE) for x in kept)
+    k_LBGCK, v_LBGCK = (sl.shard(x, *names) for x in kept)
     length = at + tokens_BS.shape[1]
     positions = length if padding_B is None else length - padding_B[:, None]
     fits = (length <= cache.slots) & (positions <= model.config.context)
@@ -201,6 +222,7 @@ class _Past(NamedTuple):
 
     k_LBGCK: jax.Array
     v_LBGCK: jax.Array
+    names: Names
     layer: jax.Array
     at: jax.Array  # the slot of the block's first token
     segments: tuple[Any, Any] | None  # of the block, and of all slots
@@ -213,27 +235,27 @@ def _attend(
     kept, own = [], []
     for x_LBGCK, x_BSGK in ((past.k_LBGCK, k_BSGK), (past.v_LBGCK, v_BSGK)):
         new_BGSK = x_BSGK.swapaxes(1, 2).astype(x_LBGCK.dtype)
-        kept.append(sl.shard(_written(x_LBGCK, new_BGSK, past.layer, past.at), *CACHE))
+        kept.append(sl.shard(_written(past, x_LBGCK, new_BGSK), *past.names))
         x_BGCK = jax.lax.dynamic_index_in_dim(kept[-1], past.layer, keepdims=False)
-        own.append(sl.shard(x_BGCK, *CACHE[1:]))
+        own.append(sl.shard(x_BGCK, *past.names[1:]))
     # The scores of one query are few. The partitioner splits their products and their softmax over
     # devices that have different slots, and compilers read each key once.
     if q_BSHK.shape[1] == 1 or attention.implementation == "xla":
-        return _plain(past, attention.scores, q_BSHK, *own), tuple(kept)
-    y_BSHK = sl.kernels.attention(
+        return _plain(past, attention, q_BSHK, *own), tuple(kept)
+    k_BCGK, v_BCGK = (x_BGCK.swapaxes(1, 2) for x_BGCK in own)
+    k_BCGK, v_BCGK = attention.of_heads(k_BCGK, v_BCGK, "cache_seq")
+    y_BSHK = attention.attend(
         q_BSHK,
-        *(x_BGCK.swapaxes(1, 2) for x_BGCK in own),
-        names=HEADS,
-        kv_names=KEYS,
+        k_BCGK,
+        v_BCGK,
+        past.segments,
+        kv_names=KEYS if past.names == CACHE else LATENT_KEYS,
         starts=(past.at, 0),
-        segment_ids=past.segments,
-        implementation=attention.implementation,
-        **attention.scores.options,
     )
     return y_BSHK, tuple(kept)
 
 
-def _written(x_LBGCK: jax.Array, new_BGSK: jax.Array, layer: Any, at: Any) -> jax.Array:
+def _written(past: _Past, x_LBGCK: jax.Array, new_BGSK: jax.Array) -> jax.Array:
     """Keys or values of all layers with those of a block of tokens, in one layer."""
     S, C = new_BGSK.shape[2], x_LBGCK.shape[3]
 
@@ -253,30 +275,26 @@ def _written(x_LBGCK: jax.Array, new_BGSK: jax.Array, layer: Any, at: Any) -> ja
         return jax.lax.dynamic_update_index_in_dim(x_LBGCK, x_BGCK, layer, 0)
 
     if S == 1:  # which the partitioner does without exchanging anything
-        return at_once(x_LBGCK, new_BGSK, layer, at)
-    of_block = (*CACHE[1:3], None, CACHE[4])
-    write = sl.kernels.on_shards(by_slot, [CACHE, of_block, (), (), CACHE[3:4]], CACHE)
-    return write(x_LBGCK, new_BGSK, layer, at, jnp.arange(C))
+        return at_once(x_LBGCK, new_BGSK, past.layer, past.at)
+    names = past.names
+    of_block = (*names[1:3], None, names[4])
+    write = sl.kernels.on_shards(by_slot, [names, of_block, (), (), names[3:4]], names)
+    return write(x_LBGCK, new_BGSK, past.layer, past.at, jnp.arange(C))
 
 
 def _plain(
-    past: _Past, scores: Scores, q_BSHK: jax.Array, k_BGCK: jax.Array, v_BGCK: jax.Array
+    past: _Past, attention: Attention, q_BSHK: jax.Array, k_BGCK: jax.Array, v_BGCK: jax.Array
 ) -> jax.Array:
     """Attention with all scores in memory. What is behind a query, written or not, is not seen."""
-    (B, S, H, K), (G, C) = q_BSHK.shape, k_BGCK.shape[1:3]
+    S, C, scores = q_BSHK.shape[1], k_BGCK.shape[2], attention.scores
     seen_BSC = scores.seen(past.at + jnp.arange(S), jnp.arange(C))[None]
     if past.segments is not None:
         own_BS, other_BC = past.segments
         seen_BSC &= own_BS[:, :, None] == other_BC[:, None, :]
-    wide: Any = {"preferred_element_type": jnp.float32}
-    # R query heads for each key head.
-    q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
-    z_BGSRC = jnp.einsum("bsgrk,bgck->bgsrc", q_BSGRK, k_BGCK, **wide)
-    z_BGSRC = scores.scaled(z_BGSRC, K)
+    z_BGSRC = scores.scaled(attention.products(q_BSHK, k_BGCK, v_BGCK), q_BSHK.shape[-1])
     z_BGSRC = jnp.where(seen_BSC[:, None, :, None], z_BGSRC, -jnp.inf)
     shares_BGSRC = jax.nn.softmax(z_BGSRC, axis=-1).astype(v_BGCK.dtype)
-    y_BGSRK = jnp.einsum("bgsrc,bgck->bgsrk", shares_BGSRC, v_BGCK, **wide)
-    return y_BGSRK.swapaxes(1, 2).reshape(q_BSHK.shape).astype(q_BSHK.dtype)
+    return attention.taken(shares_BGSRC, v_BGCK).astype(q_BSHK.dtype)
 
 
 def _segments(padding_B: jax.Array | None, slots_S: jax.Array) -> jax.Array | None:
@@ -338,13 +356,6 @@ def _logits(model: GPT, x_BSD: jax.Array) -> jax.Array:
 
 def check_cached(model: GPT) -> None:
     """Refuse a model whose keys and values the cache has no place for."""
-    config = model.config
-    if config.latent is not None:
-        raise ValueError(
-            f"A model of `{type(config).__name__}(latent={config.latent!r})` is not decoded with a "
-            "cache: there is none of latents yet. Take the likeliest tokens of whole passes, "
-            "`model(tokens)`."
-        )
     if getattr(model, "encoder", None) is not None:
         raise ValueError(
             f"`{type(model).__name__}` attends to what its encoder has read, for which a cache has "

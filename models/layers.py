@@ -308,9 +308,39 @@ class Attention(nnx.Module):
 
     def by(self, attend: Attend, x_BSD: jax.Array, rotation: Rotation | None) -> Any:
         """What each token makes of those that `attend` has it see, and what that gives besides."""
-        q_BSHK, k_BSGK, v_BSGK = self.projected(x_BSD, rotation)
+        q_BSHK, k_BSGK, v_BSGK = self.cached(x_BSD, rotation)
         y_BSHK, kept = attend(self, q_BSHK, k_BSGK, v_BSGK)
         return self.output(lay_out(y_BSHK, HEADS), WHOLE, RESIDUAL), kept
+
+    def cached(
+        self, x_BSD: jax.Array, rotation: Rotation | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, and what a cache keeps of the tokens: their keys and values."""
+        return self.projected(x_BSD, rotation)
+
+    def of_heads(
+        self, k_BTGK: jax.Array, v_BTGK: jax.Array, tokens: str = "seq"
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of the heads, from what `cached` gives; `tokens` is the name of their
+        dim there.
+        """
+        return k_BTGK, v_BTGK
+
+    def products(self, q_BSHK: jax.Array, k_BGCK: jax.Array, v_BGCK: jax.Array) -> jax.Array:
+        """The products of queries and keys in float32, `[B, G, S, R, C]`, of R query heads for each
+        key head, from what `cached` gives, heads first.
+        """
+        (B, S, H, K), G = q_BSHK.shape, k_BGCK.shape[1]
+        q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
+        return jnp.einsum("bsgrk,bgck->bgsrc", q_BSGRK, k_BGCK, preferred_element_type=jnp.float32)
+
+    def taken(self, shares_BGSRC: jax.Array, v_BGCK: jax.Array) -> jax.Array:
+        """What queries take from the values, by shares of them, in float32."""
+        y_BGSRK = jnp.einsum(
+            "bgsrc,bgck->bgsrk", shares_BGSRC, v_BGCK, preferred_element_type=jnp.float32
+        )
+        B, G, S, R, K = y_BGSRK.shape
+        return y_BGSRK.swapaxes(1, 2).reshape(B, S, G * R, K)
 
     def projected(
         self,
@@ -340,22 +370,28 @@ class Attention(nnx.Module):
         segments: Any,
         *,
         arranged: bool = False,
+        kv_names: Names | None = None,
+        starts: tuple[Any, Any] | None = None,
     ) -> jax.Array:
         """What each query takes from the values, by the implementation of the configuration.
 
         Segments are those of queries and keys, one array where they are the same, or None. Where
-        `arranged`, all are in the order of `sl.context.arrange`.
+        `arranged`, all are in the order of `sl.context.arrange`. With `starts`, which only kernels
+        take, queries and keys are from these positions on.
         """
         if self.implementation != "xla":
+            placed: dict[str, Any] = {"arranged": arranged}
+            if starts is not None:
+                placed = {"starts": starts}
             return sl.kernels.attention(
                 q_BSHK,
                 k_BTGK,
                 v_BTGK,
                 names=HEADS,
-                kv_names=self.kv_names,
-                arranged=arranged,
+                kv_names=kv_names or self.kv_names,
                 segment_ids=segments,
                 implementation=self.implementation,
+                **placed,
                 **self.scores.options,
             )
         attend = sl.remat(functools.partial(attend_whole, self.scores, arranged), part="scores")

@@ -384,22 +384,26 @@ PLATFORMS = [
 CUBLAS = 32 * 2**20
 
 
-def abstract(mesh, rules):
+def abstract(mesh, rules, config=LARGE):
     """A large model and its cache, on a machine that is not there."""
-    make = lambda: gpt.GPT(LARGE, rngs=nnx.Rngs(0))
+    make = lambda: gpt.GPT(config, rngs=nnx.Rngs(0))
     strategy = sl.Strategy(mesh=mesh, rules=rules)
     model = sl.init(make, optax.sgd(0.1), strategy, abstract=True).model
-    spec = jax.P(*(name and rules[name][0] for name in decoding.CACHE))
-    shape = (LAYERS, ROWS, LARGE.kv_heads, SLOTS, WIDTH // LARGE.heads)
-    sharding = jax.NamedSharding(mesh, spec)
-    keys = jax.ShapeDtypeStruct(shape, LARGE.dtype, sharding=sharding)
-    length = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P()))
-    return model, decoding.Cache(keys, keys, length)
+    names = decoding.names_of(model)
+    split = jax.NamedSharding(mesh, jax.P(*(name and rules[name][0] for name in names)))
+    whole = jax.NamedSharding(mesh, jax.P())
+    with sl.use(rules, mesh):
+        cache = jax.eval_shape(functools.partial(decoding.empty, rows=ROWS, slots=SLOTS), model)
+
+    def laid_out(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split if x.ndim else whole)
+
+    return model, jax.tree.map(laid_out, cache)
 
 
-def compile_extend(platform, shape, rules, tokens=1):
+def compile_extend(platform, shape, rules, tokens=1, config=LARGE):
     mesh, rules = mesh_on(platform, shape), decoding.rules(rules)
-    model, cache = abstract(mesh, rules)
+    model, cache = abstract(mesh, rules, config)
     tokens = jax.ShapeDtypeStruct(
         (ROWS, tokens), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P("data"))
     )

@@ -306,10 +306,6 @@ def test_what_knows_nothing_of_these_models_refuses_them():
         _ = TINY.decoder
     with pytest.raises(ValueError, match=r"GPTConfig\(query_key_norm=True\)"):
         _ = gpt.tiny(query_key_norm=True).decoder
-    with sl.unsharded():
-        model = nnx.eval_shape(lambda: moe.MoE(TINY, rngs=nnx.Rngs(0)))
-        with pytest.raises(ValueError, match=r"MoEConfig\(latent=.*is not decoded"):
-            decoding.empty(model, rows=1, slots=8)
 
 
 def test_routers_of_a_model_draw_nothing_in_a_deterministic_view():
