@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -287,9 +288,10 @@ class _Launch:
         """Ask `count` processes to end, kill them if they take long, and wait for their output."""
         if count:
             self.signal(signal.SIGTERM)
+            until = time.monotonic() + _SECONDS_OF_GRACE  # of all together
             with contextlib.suppress(queue.Empty):
                 for _ in range(count):
-                    self.ended.get(timeout=_SECONDS_OF_GRACE)
+                    self.ended.get(timeout=max(0, until - time.monotonic()))
         # In any case, since SIGKILL also reaches what processes started.
         self.signal(signal.SIGKILL)
         self._drain()

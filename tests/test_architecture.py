@@ -108,7 +108,7 @@ LAYERS = [
         "_compiler_options _meeting _meeting_meanwhile _apart _server _step _evaluation",
     ),
     ("train", "_contents _folder _checkpoint_failures _checkpoint_folders _checkpoint_reading"),
-    ("train", "_checkpoint _nonfinite _sinks _speed _loop_options _run_steps _run _loop"),
+    ("train", "_checkpoint _nonfinite _sinks _recorder _speed _loop_options _run_steps _run _loop"),
     (
         "planning",
         "_break_even _decoder _decoder_names _estimate _lower _machine _flops _prices _activations "

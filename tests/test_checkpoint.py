@@ -435,7 +435,7 @@ def test_checkpoint_is_not_committed_after_the_folder_lock_is_lost(tmp_path, mon
     lose_at_commit(monkeypatch, tmp_path / "occupied.json")
     with (
         pytest.raises(_lock.TakenError, match="writes nothing more"),
-        occupied(tmp_path, {}) as held,
+        occupied(tmp_path) as held,
         sl.Checkpoints(tmp_path / "checkpoints", _occupied=held) as checkpoints,
     ):
         checkpoints.save(small_state(3))
@@ -451,7 +451,7 @@ def test_checkpoints_change_nothing_after_the_folder_lock_is_lost(tmp_path, what
     folder = tmp_path / "checkpoints"
     with (
         pytest.raises(_lock.TakenError),
-        occupied(tmp_path, {}) as held,
+        occupied(tmp_path) as held,
         sl.Checkpoints(folder, keep=1, _occupied=held) as checkpoints,
     ):
         checkpoints.save(small_state(1))

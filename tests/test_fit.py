@@ -439,7 +439,7 @@ def test_fit_that_ends_with_nonfinite_gradients_fails(tmp_path, nonfinite, bad):
         assert failure is None and int(state.step) == 13 and saved_steps(tmp_path)[-1] == 13
 
 
-def test_fit_stopped_in_a_nonfinite_streak_saves_no_checkpoint_of_it(tmp_path):
+def test_fit_stopped_in_a_nonfinite_streak_ends_with_a_finite_gradient(tmp_path):
     def stopping():
         for number, batch in enumerate(rows(12, bad=[5, 6, 7, 8, 9])):
             if number == 8:
@@ -452,8 +452,125 @@ def test_fit_stopped_in_a_nonfinite_streak_saves_no_checkpoint_of_it(tmp_path):
     state = sl.fit(
         step, state, stopping(), loop, folder=tmp_path, records=sl.Records(sinks=[records.append])
     )
-    assert 4 < int(state.step) < 10 and saved_steps(tmp_path) == [2, 4]
-    assert "asked to end" in records[-1]["note"] and "is saved" not in records[-1]["note"]
+    assert int(state.step) == 10 and saved_steps(tmp_path) == [2, 4, 10]
+    assert records[-1]["note"] == "asked to end: stopped after step 10 of 12; the state is saved"
+
+
+def test_fit_counts_no_failures_of_the_users_functions(tmp_path):
+    def source():
+        yield from rows(6)
+        raise FloatingPointError("log of zero")
+
+    for _ in range(3):
+        state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, line_fit("skip").strategy)
+        records = sl.Records(sinks=[])
+        loop = sl.Loop(steps=12, save_every=2)
+        with pytest.raises(FloatingPointError, match="log of zero"):
+            sl.fit(line_fit("skip"), state, source(), loop, folder=tmp_path, records=records)
+        if not (tmp_path / "checkpoints" / "6").is_dir():
+            break
+    assert not (tmp_path / "failures.json").exists()
+
+
+def line_run(folder, source, steps, evaluate=None, sinks=(), **options):
+    """A run of the line, with an evaluation after every third step; its records."""
+    records, step = [], line_fit("skip")
+    state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, step.strategy)
+    loop = sl.Loop(steps=steps, save_every=100, evaluate_every=3, log_every=1)
+    sinks = [records.append, *sinks]
+    state = sl.fit(
+        step,
+        state,
+        source,
+        loop,
+        folder=folder,
+        evaluate=evaluate,
+        records=sl.Records(sinks=sinks, **options),
+    )
+    return state, records
+
+
+def evaluated(records):
+    return [record["step"] for record in records if "evaluation/loss" in record]
+
+
+def test_fit_makes_up_for_an_evaluation_that_was_due_when_it_was_stopped(tmp_path):
+    def stopping(record):
+        # That of the first step is there when the third one has been begun.
+        if record["step"] == 1 and "loss" in record:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    measure = lambda state: {"loss": 1.0}
+    state, records = line_run(tmp_path, rows(8), 8, measure, [stopping])
+    assert int(state.step) == 3 and evaluated(records) == []
+    state, records = line_run(tmp_path, rows(8), 8, measure)
+    assert int(state.step) == 8 and evaluated(records) == [3, 6, 8]
+
+
+def test_fit_makes_up_for_an_evaluation_that_failed_at_its_end(tmp_path):
+    def failing(state):
+        raise RuntimeError("no such file")
+
+    with pytest.raises(RuntimeError, match="no such file"):
+        line_run(tmp_path, rows(1), 1, failing)
+    for expected in ([1], []):
+        _, records = line_run(tmp_path, rows(1), 1, lambda state: {"loss": 1.0})
+        assert evaluated(records) == expected
+
+
+@pytest.mark.parametrize("measured", [1.0, np.ones(()), {"loss": {"a": 1.0}}, ["loss"]], ids=str)
+def test_fit_refuses_what_an_evaluation_returns_and_saves_the_state(tmp_path, measured):
+    with pytest.raises(
+        ValueError, match=r"`fit\(evaluate=...\)` is a function that returns numbers"
+    ):
+        line_run(tmp_path, rows(2), 2, lambda state: measured)
+    assert saved_steps(tmp_path) == [2]
+
+
+def test_fit_saves_what_it_learned_of_data_that_ends_early(tmp_path):
+    with pytest.raises(ValueError, match=r"ended after 3 of 5 steps.*`Loop\(steps=3\)`"):
+        line_run(tmp_path, rows(3), 5)
+    assert saved_steps(tmp_path) == [3]
+    with pytest.raises(ValueError, match="The source gave no batch"):
+        line_run(None, [], 5)
+
+
+def test_fit_that_is_refused_leaves_word_of_the_run_before_it(tmp_path):
+    step, told = line_fit("skip"), sl.Records(sinks=[])
+    make = lambda: sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, step.strategy)
+    sl.fit(step, make(), rows(2), sl.Loop(steps=2), folder=tmp_path, records=told, about={"a": 1})
+    before = (tmp_path / "run.json").read_text()
+    with pytest.raises(ValueError, match="has taken 2 steps already"):
+        loop = sl.Loop(steps=1)
+        sl.fit(step, make(), rows(2), loop, folder=tmp_path, records=told, about={"a": 2})
+    assert (tmp_path / "run.json").read_text() == before and json.loads(before) == {"a": 1}
+
+
+def test_fit_refuses_a_state_that_is_used_up():
+    step = line_fit("skip")
+    state = sl.init(lambda: {"w": jnp.ones(4)}, OPTIMIZER, step.strategy)
+    step(state, rows(1)[0])
+    with pytest.raises(ValueError, match="has been through a step already"):
+        sl.fit(step, state, rows(1), sl.Loop(steps=1), records=sl.Records(sinks=[]))
+
+
+def test_fit_asks_a_schedule_with_the_number_of_updates():
+    _, records = line_run(None, rows(6, bad=[2, 3]), 6, watch={"rate": lambda n: 10.0 * n})
+    rates = [record["rate"] for record in records if "rate" in record]
+    assert rates == [0, 10, 10, 10, 20, 30]
+    with pytest.raises(ValueError, match=r"watch=\{'rate': ...\}.*return a number"):
+        line_run(None, rows(2), 2, watch={"rate": lambda n: np.ones(2)})
+
+
+def test_sinks_of_two_runs_record_each_step_once(tmp_path):
+    lines = sl.JsonLines(tmp_path / "metrics.jsonl")
+    for first in (1, 3):
+        for step in range(first, 6):
+            lines({"step": step, "loss": 1.0 if step % 2 else float("nan")})
+    read = [json.loads(line) for line in lines.path.read_text().splitlines()]
+    assert [record["step"] for record in read] == [1, 2, 3, 4, 5]
+    # JSON has no number that is none.
+    assert [record["loss"] for record in read] == [1.0, None, 1.0, None, 1.0]
 
 
 def test_fit_goes_back_a_checkpoint_after_two_identical_failures(tmp_path, capsys):

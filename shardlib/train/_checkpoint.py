@@ -46,6 +46,7 @@ from shardlib.train._checkpoint_folders import (
     begin_to_delete,
     check_folder,
     free_bytes,
+    kept_no_longer,
     remove_late_writes,
     remove_unfinished,
     rename_aside,
@@ -99,6 +100,8 @@ class Checkpoints:
 
         self._orbax = ocp
         self._writes = False  # whether this object has saved anything itself
+        # The step of a save that was begun, and was not seen to be complete yet.
+        self._begun: int | None = None
         if _occupied is None:
             _occupied = Occupied(None)
         self._occupied = _occupied
@@ -147,14 +150,25 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint that is complete, or None where there is none."""
-        return self._manager.latest_step()
+        return max(self.steps(), default=None)
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, in order.
 
         Those put aside, and one that is still being written, are not among them.
         """
-        return tuple(sorted(self._manager.all_steps()))
+        # Orbax lists a folder once. Who only reads it may see that of a run that goes on.
+        if not self._writes:
+            self._manager.reload()
+        steps = set(self._manager.all_steps())
+        # Orbax counts a step as soon as its save has begun.
+        if self._manager.is_saving_in_progress() or not self._exists(self._begun):
+            steps.discard(self._begun)
+        return tuple(sorted(steps))
+
+    def _exists(self, step: int | None) -> bool:
+        """Whether there is a folder of a step's checkpoint, which another run may have deleted."""
+        return (self.folder / str(step)).exists()
 
     def save(
         self, state: State, *, data: Any = None, about: Mapping[str, Any] | None = None
@@ -175,6 +189,11 @@ class Checkpoints:
             optional=True,
         )
         check_json(data, about)
+        if isinstance(state.step, jax.ShapeDtypeStruct):
+            raise ValueError(
+                "`Checkpoints.save` takes a state with values; this one is abstract, as "
+                "`sl.init(..., abstract=True)` makes it."
+            )
         # Whether the folder is still this run's is agreed on before anything is written to it.
         self._occupied.check_together()
         self.wait()
@@ -198,6 +217,7 @@ class Checkpoints:
                 # Orbax's own rules for which steps to save are not asked.
                 force=True,
             )
+        self._begun = step
 
     def wait(self) -> None:
         """Wait until the save that was begun is complete, and delete what need not be kept.
@@ -221,6 +241,7 @@ class Checkpoints:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
+        self._begun = None
 
     def close(self) -> None:
         """Wait for what was begun, and let go of the folder.
@@ -302,6 +323,9 @@ class Checkpoints:
         `method` is the one that was called, for messages.
         """
         check.whole(method, "step", step, "the step of a checkpoint", least=0, optional=True)
+        # What this object is writing is complete before it is read.
+        if self._begun is not None:
+            self._wait()
         candidates = self._steps_to_read(step)
         failures = []
         # The newest first.
@@ -309,6 +333,9 @@ class Checkpoints:
             try:
                 restored = read(candidate)
             except UnreadableError as error:
+                if not self._exists(candidate):
+                    failures.append(f"step {candidate}: it has been deleted meanwhile")
+                    continue
                 failures.append(f"step {candidate}: {error}")
                 if step is None:
                     warn(
@@ -349,6 +376,8 @@ class Checkpoints:
         be read is a `ValueError`.
         """
         check.whole("about", "step", step, "the step of a checkpoint", least=0, optional=True)
+        if self._begun is not None:
+            self._wait()
         if step is None:
             step = self.latest()
         if step is None:
@@ -367,7 +396,7 @@ class Checkpoints:
         """
         self._occupied.check_together()
         if jax.process_index() == 0:
-            for step in steps:
+            for step in filter(self._exists, steps):
                 rename_aside(self.folder, step, name)
         gather_texts("")  # until it is done
         self._manager.reload()
@@ -377,7 +406,7 @@ class Checkpoints:
 
         One that only reads deletes nothing. What cannot be deleted is a warning.
         """
-        old = self._steps_kept_no_longer()
+        old = kept_no_longer(self.steps(), self._keep, self._keep_every)
         if not old or not self._writes:
             return
         self._occupied.check_together()
@@ -394,16 +423,6 @@ class Checkpoints:
                     )
         gather_texts("")  # until it is done
         self._manager.reload()
-
-    def _steps_kept_no_longer(self) -> list[int]:
-        """The steps that are neither among the newest `keep` nor divided by `keep_every`."""
-        steps = self.steps()
-        old = []
-        # The newest are the last, and left out here.
-        for step in steps[: -self._keep]:
-            if self._keep_every is None or step % self._keep_every:
-                old.append(step)
-        return old
 
     def _clear(self) -> None:
         """Remove what earlier runs were writing or deleting when they ended.
@@ -478,3 +497,4 @@ class Checkpoints:
         self._occupied.check()
         remove_late_writes(self.folder)
         self._manager.reload()  # which had counted it among the others
+        self._begun = None

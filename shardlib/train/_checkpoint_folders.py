@@ -15,6 +15,7 @@ import itertools
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,20 @@ def check_folder(argument: Any, folder: Any) -> None:
             f"{' '.join(wildcards)} could not be read again, since it would be taken for a "
             "pattern. Choose another name."
         )
+
+
+def kept_no_longer(steps: Sequence[int], keep: int, keep_every: int | None) -> list[int]:
+    """The steps that are neither among the newest `keep` nor divided by `keep_every`.
+
+    >>> kept_no_longer((10, 20, 30, 40), 1, 20)
+    [10, 30]
+    """
+    old: list[int] = []
+    # The newest are the last, and left out here.
+    for step in steps[:-keep]:
+        if keep_every is None or step % keep_every:
+            old.append(step)
+    return old
 
 
 def rename_aside(folder: Any, step: int, reason: str) -> None:

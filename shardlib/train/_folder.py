@@ -8,7 +8,8 @@ the lock of another looks at it until it is clear how that one is:
 
 A run whose lock was taken away, since its machine was suspended for instance, sees that before it
 writes the next time, and ends. The folder also holds `failures.json`: how many attempts in a row
-ended badly that went on from one checkpoint.
+ended badly that went on from one checkpoint; and `evaluation_owed.json`, where a run ended before
+an evaluation that was due after its last step.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ from shardlib.train._contents import sealed, unsealed
 
 # Sealed by a checksum, since a wrong number would cost a good checkpoint.
 _FAILURES = "failures.json"
+_OWED = "evaluation_owed.json"
 _DEAD_SECONDS = 4 * BEAT_SECONDS  # of no beat: four were missed
 
 
@@ -110,6 +112,24 @@ def forget_failures(folder: Path) -> None:
     (folder / _FAILURES).unlink(missing_ok=True)
 
 
+def owe_evaluation(folder: Path, step: int) -> None:
+    """Remember that the evaluation that was due after a step was not made."""
+    _write_at_once(folder / _OWED, json.dumps(sealed({"step": step})))
+
+
+def owes_evaluation(folder: Path, step: int) -> bool:
+    """Whether an evaluation of the state after a step was due and not made."""
+    try:
+        return unsealed(json.loads((folder / _OWED).read_text()))["step"] == step
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # most often there is no such file
+
+
+def forget_evaluation(folder: Path) -> None:
+    """Forget an evaluation that was owed: it is made."""
+    (folder / _OWED).unlink(missing_ok=True)
+
+
 def _write_at_once(path: Path, text: str) -> None:
     """Write a file so that whoever reads it meanwhile sees the old one or the new, never a part."""
     # Renaming is one step for a file system; writing is not.
@@ -123,11 +143,10 @@ def _write_at_once(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def occupied(folder: Path, about: Mapping[str, Any]) -> Iterator[Occupied]:
+def occupied(folder: Path) -> Iterator[Occupied]:
     """Have a folder to oneself, together with the other processes of the run.
 
-    Where another run has it, all of them raise a `ValueError`. What there is to say of the run,
-    `about`, goes into its `run.json`.
+    Where another run has it, all of them raise a `ValueError`.
 
     A run that was killed leaves its mark. On its own machine it is seen to be gone at once, and
     from another one after twenty seconds in which it did nothing.
@@ -140,14 +159,34 @@ def occupied(folder: Path, about: Mapping[str, Any]) -> Iterator[Occupied]:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 claim, refusal = _hold_lock(lock, held)
-                if claim is not None and about:
-                    _write_at_once(folder / "run.json", json.dumps(dict(about), indent=1))
             except OSError as error:
-                refusal = f"The folder of the run, {folder}, cannot be written to: {error}."
+                refusal = _cannot_be_written(folder, error)
         refusal = gather_texts(refusal)[0]
         if refusal:
             raise ValueError(refusal)
         yield Occupied(claim)
+
+
+def _cannot_be_written(folder: Path, error: OSError) -> str:
+    """The message of a folder in which a run cannot live."""
+    return f"The folder of the run, {folder}, cannot be written to: {error}."
+
+
+def write_about(folder: Path, about: Mapping[str, Any]) -> None:
+    """Write what there is to say of a run into its `run.json`; all processes call it.
+
+    A run that is refused is not to change what is said of the one before it, so this comes after
+    everything that may be refused.
+    """
+    refusal = ""
+    if jax.process_index() == 0 and about:
+        try:
+            _write_at_once(folder / "run.json", json.dumps(dict(about), indent=1))
+        except OSError as error:
+            refusal = _cannot_be_written(folder, error)
+    refusal = gather_texts(refusal)[0]
+    if refusal:
+        raise ValueError(refusal)
 
 
 def _hold_lock(lock: Path, held: contextlib.ExitStack) -> tuple[Claim | None, str]:

@@ -22,8 +22,9 @@ from shardlib.step._batches import batches
 from shardlib.step._state import State
 from shardlib.step._step import Step
 from shardlib.train._checkpoint import Checkpoints
-from shardlib.train._folder import occupied
+from shardlib.train._folder import occupied, write_about
 from shardlib.train._loop_options import Loop, Records, check_call, check_options
+from shardlib.train._nonfinite import NonfiniteError
 from shardlib.train._run import Run
 from shardlib.train._sinks import JsonLines, Progress, Sink
 
@@ -47,7 +48,8 @@ def fit(
     - `state`: as `init` makes it. It is used up, as by a step; where `folder` holds a checkpoint,
       that is read in its place.
     - `source`: an iterable of batches, or what `batches` made of one. If it ends before the run
-      does, that is a `ValueError`.
+      does, that is a `ValueError`. It is read some batches ahead: an iterator that is to be gone on
+      with is given as what `batches` made of it, which keeps these.
     - `loop`: how many steps the run has, and how often it logs, evaluates and saves, a `Loop`.
     - `folder`: where the run lives: `checkpoints/`, `metrics.jsonl`, `run.json`, `profile/`.
       Without it nothing is kept. A folder in which another run is under way is refused.
@@ -59,7 +61,8 @@ def fit(
     - `about`: what to save with checkpoints and in `run.json`, of whatever JSON holds; processes
       compare it before the first step.
 
-    SIGTERM, to any process, saves after the step that is under way, and returns.
+    SIGTERM, to any process, saves after the step that is under way, and returns; if the gradient of
+    that step is not finite, after the next one whose gradient is.
 
     A `FloatingPointError` ends a run that had `Loop(nonfinite=...)` steps in a row whose gradient
     is not finite, or whose last step had such a gradient.
@@ -109,16 +112,18 @@ def _steps_in_folder(run: Run, state: State, folder: Path) -> State:
     loop = run.loop
     # The folder is left last: the checkpoints wait for what they write into it.
     with (
-        occupied(folder, run.about) as held,
+        occupied(folder) as held,
         Checkpoints(
             folder / "checkpoints", keep=loop.keep, keep_every=loop.keep_every, _occupied=held
         ) as checkpoints,
     ):
-        run.held = held
+        run.recorder.held = held
         state = run.resume(state, checkpoints)
+        held.check_together()
+        write_about(folder, run.about)
         try:
             return run.steps(state, checkpoints)
-        except FloatingPointError:
+        except NonfiniteError:
             run.remember_failure()
             raise
 

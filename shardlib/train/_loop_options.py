@@ -6,12 +6,17 @@ was given and with what would be right.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import jax
+import numpy as np
 
 from shardlib._text import listed
 from shardlib.checks import _arguments as check
 from shardlib.step._state import State
 from shardlib.step._step import Step
+from shardlib.step._step_calls import check_not_used_up
 from shardlib.train._sinks import Sink
 
 # Steps are counted in 32 bits.
@@ -71,8 +76,8 @@ class Records:
 
     - `sinks`: called with every record, by the first process only. By default a bar on standard
       error, and `metrics.jsonl` if the run has a folder.
-    - `watch`: further numbers, by name: each a function of how many steps were taken before, as a
-      schedule of the learning rate is.
+    - `watch`: further numbers, by name: each a function of how many updates were made before, as a
+      schedule of the learning rate is. A step that is skipped is no update.
     - `unit`: what the weights of the loss count: `"tokens"`, for example.
     - `flops_per_unit`: the FLOPs that training on one of these takes. With it, records say what
       share of the devices' peak that is (MFU), if their datasheet is known.
@@ -130,6 +135,23 @@ def check_call(step: Any, state: Any, loop: Any) -> None:
             )
 
 
+def check_has_values(state: State, folder: Path | None) -> None:
+    """Refuse a state that is abstract or used up, where no checkpoint takes its place.
+
+    `folder` is that of the run, in which none was found: a wrong path is a common reason.
+    """
+    if not isinstance(state.step, jax.ShapeDtypeStruct):
+        check_not_used_up(state)
+        return
+    elsewhere = ""
+    if folder is not None:
+        elsewhere = f", or look for the run elsewhere than in {folder}"
+    raise ValueError(
+        "The state is abstract, and there is no checkpoint to fill it from. Make it "
+        f"with `sl.init(...)` without `abstract`{elsewhere}."
+    )
+
+
 def check_names(
     metrics: Mapping[str, Any], watched: Mapping[str, Any], speed: Mapping[str, Any]
 ) -> None:
@@ -162,3 +184,30 @@ def check_options(evaluate: Any, records: Any, about: Any) -> None:
     check.kind(
         "fit", "about", about, Mapping, "a mapping from names to what JSON can hold", optional=True
     )
+
+
+def watched_number(name: str, value: Callable[[int], Any], updates: int) -> float:
+    """A number that is watched, such as a learning rate, after so many updates."""
+    number = value(updates)
+    if np.ndim(number) or not isinstance(number, SupportsFloat):
+        raise ValueError(
+            f"`Records(watch={{{name!r}: ...}})` takes functions that return a number; this one "
+            f"returned {check.shown(number)}."
+        )
+    return float(number)
+
+
+def check_measured(measured: Any) -> None:
+    """Refuse what `fit(evaluate=...)` returned if it is no numbers by name."""
+    takes = "a function that returns numbers by name, such as `{'loss': 1.5}`, or None"
+    if measured is None:
+        return
+    if not isinstance(measured, Mapping):
+        raise ValueError(f"`fit(evaluate=...)` is {takes}; it returned {check.shown(measured)}.")
+    for name, value in measured.items():
+        try:
+            np.asarray(value, float)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"`fit(evaluate=...)` is {takes}; of `{name}` it returned {check.shown(value)}."
+            ) from None

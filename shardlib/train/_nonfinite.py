@@ -21,6 +21,10 @@ _MOST_DEVICES = 8
 """So many devices are listed; a worker may have thousands."""
 
 
+class NonfiniteError(FloatingPointError):
+    """A run ends since gradients were not finite, and not for an error of the user's functions."""
+
+
 def describe_losses(count: int, number: int, strategy: Strategy) -> str:
     """In how many microbatches the loss is not finite, and on which devices a single one was.
 

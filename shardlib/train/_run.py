@@ -15,28 +15,46 @@ exchange) happens in the same order in each of them. What may differ, such as a 
 that cannot be read, is agreed on first.
 """
 
-import os
-import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from shardlib._lock import TakenError
 from shardlib._tree import named_leaves
-from shardlib.machine._agreement import gather_texts, require_agreement
+from shardlib.machine._agreement import gather_texts
 from shardlib.machine._processes import catch_termination
 from shardlib.step._batches import Batches
 from shardlib.step._state import State
 from shardlib.step._step import Step
 from shardlib.train._checkpoint import Checkpoints, NoRoomError
-from shardlib.train._folder import Occupied, add_failure, count_failures, forget_failures
-from shardlib.train._loop_options import Loop, Records, check_names
-from shardlib.train._nonfinite import describe_bad_end, describe_losses, gather_nonfinite
-from shardlib.train._run_steps import Due, StepInFlight, StepMetrics
+from shardlib.train._folder import (
+    Occupied,
+    add_failure,
+    count_failures,
+    forget_evaluation,
+    forget_failures,
+    owe_evaluation,
+    owes_evaluation,
+)
+from shardlib.train._loop_options import (
+    Loop,
+    Records,
+    check_has_values,
+    check_measured,
+    check_names,
+    watched_number,
+)
+from shardlib.train._nonfinite import (
+    NonfiniteError,
+    describe_bad_end,
+    describe_losses,
+    gather_nonfinite,
+)
+from shardlib.train._recorder import Recorder
+from shardlib.train._run_steps import Due, StepInFlight, StepMetrics, require_same_program
 from shardlib.train._sinks import Sink
 from shardlib.train._speed import Profile, Speed
 
@@ -49,7 +67,7 @@ class Run:
     """One call of `fit`, from finding the state to go on from to the last step.
 
     `resume` is called once, then `steps`. `checkpoints` is None for a run without a folder; with
-    one, `held` is set before `resume`, and says whether the folder is still this run's.
+    one, `recorder.held` is set before `resume`, and says whether the folder is still this run's.
     """
 
     def __init__(
@@ -79,22 +97,28 @@ class Run:
         self.folder = folder
         self.evaluate = evaluate
         self.watch = records.watch
-        self.sinks: Sequence[Sink] = ()
+        sinks: Sequence[Sink] = ()
         if jax.process_index() == 0:
-            self.sinks = records.sinks or ()
+            sinks = records.sinks or ()
+        self.recorder = Recorder(sinks)
         self.about = dict(about or {})
         self.speed = Speed(records.unit, records.flops_per_unit, step.strategy)
         self.in_flight: deque[StepInFlight] = deque()
         self.nonfinite_in_a_row = 0
         self.parameter_paths: list[str] = []
-        self.held = Occupied(None)
-        self.folder_lost = False  # to another run
         self.resumed_step: int | None = None
         # The step of the newest checkpoint that was begun, and perhaps not complete yet.
         self.saved_step: int | None = None
         # A checkpoint was due, and put off because the last gradient was not finite.
         self.checkpoint_overdue = False
         self.latest: Callable[[], int | None] = lambda: None
+        # Steps that changed nothing, which a schedule does not count.
+        self.skipped = 0
+
+    @property
+    def held(self) -> Occupied:
+        """The folder, which this run has to itself."""
+        return self.recorder.held
 
     def resume(self, state: State, checkpoints: Checkpoints | None) -> State:
         """The state to go on from, with the batches put at its place in the data.
@@ -102,11 +126,25 @@ class Run:
         That is the newest good checkpoint, whose arrays take the place of those of `state`, or
         `state` itself where there is none.
         """
+        state = self._resumed(state, checkpoints)
+        done = int(state.step)
+        if done > self.loop.steps:
+            raise ValueError(
+                f"The run has taken {done} steps already, more than "
+                f"`Loop(steps={self.loop.steps})`: let it have more, or begin another run in "
+                "another folder."
+            )
+        if self.step.strategy.skips:
+            self.skipped = int(state.nonfinite)
+        return state
+
+    def _resumed(self, state: State, checkpoints: Checkpoints | None) -> State:
+        """The state of the newest good checkpoint, or the given one."""
         self.parameter_paths = [path for path, _ in named_leaves(state.params)]
         if checkpoints is not None:
-            self.latest = checkpoints.latest
+            self.latest = partial(self._latest_complete, checkpoints)
         if checkpoints is None or checkpoints.latest() is None:
-            self._require_arrays(state, checkpoints)
+            check_has_values(state, None if checkpoints is None else self.folder)
             return state
         # Before restoring, which then finds the one before it to be the newest.
         abandoned = self._abandon_checkpoint(checkpoints)
@@ -131,21 +169,6 @@ class Run:
                 f"in gradients that are not finite: it is put aside as `abandoned-{abandoned}`",
             )
         return restored.state
-
-    def _require_arrays(self, state: State, checkpoints: Checkpoints | None) -> None:
-        """Refuse an abstract state where there is no checkpoint to fill it from.
-
-        The message differs with the folder: a wrong path is a common reason.
-        """
-        if not isinstance(state.step, jax.ShapeDtypeStruct):
-            return
-        elsewhere = ""
-        if checkpoints is not None:
-            elsewhere = f", or look for the run elsewhere than in {self.folder}"
-        raise ValueError(
-            "The state is abstract, and there is no checkpoint to fill it from. Make it "
-            f"with `sl.init(...)` without `abstract`{elsewhere}."
-        )
 
     def _abandon_checkpoint(self, checkpoints: Checkpoints) -> int | None:
         """Put the newest checkpoint aside if attempts from it ended badly; its step, or None.
@@ -186,11 +209,8 @@ class Run:
         `FloatingPointError` where gradients were not finite for too long, or in the last step.
         """
         loop, done = self.loop, int(state.step)
-        if done > loop.steps:
-            raise ValueError(
-                f"The run has taken {done} steps already, more than `Loop(steps={loop.steps})`: "
-                "let it have more, or begin another run in another folder."
-            )
+        if self.evaluate is not None and self._owes_evaluation(done):
+            self._evaluate(state, done, checkpoints)
         if done == loop.steps:
             self._note(done, f"the run has taken its {loop.steps} steps already")
             return state
@@ -200,24 +220,28 @@ class Run:
                 f"no profile is taken: `Loop(profile={loop.profile})` begins at none of the steps "
                 f"from {done + 1} to {loop.steps}",
             )
-        profile = Profile(loop.profile, self.folder)
+        profile, stopped = Profile(loop.profile, self.folder), False
         with catch_termination() as termination, profile:
             while done < loop.steps:
+                batch = self._next_batch(state, done, checkpoints)
                 # The old state's arrays are used up by the step: nothing here may keep them.
-                state = self._take_step(state, done, profile)
+                state = self._take_step(state, batch, done, profile)
                 done += 1
-                due = self._due(done, termination.now(done))
+                stopped = termination.now(done) or stopped
+                due = self._due(done, stopped)
                 self._act_on(due, state, done, checkpoints)
-                if due.stopped:
+                # What is not saved yet goes on until a gradient is finite.
+                if due.stopped and (checkpoints is None or not self.nonfinite_in_a_row):
+                    self._note_stop(done)
                     break
         return state
 
-    def _take_step(self, state: State, done: int, profile: Profile) -> State:
+    def _take_step(self, state: State, batch: Any, done: int, profile: Profile) -> State:
         """Give the devices one more step, and settle those that are far enough behind it."""
-        batch = self._next_batch(done)
         # Neither counted nor begun: this is the attempt's first step.
         if not self.speed.started and not self.in_flight:
-            self._prepare_first_step(state, batch, done)
+            require_same_program(self.step, state, batch, self.batches.identity)
+            self._note(done, "compiling the step")
         step = done + 1
         profile.before(step)
         state, metrics = self.step(state, batch)
@@ -228,7 +252,7 @@ class Run:
         profile.after(step, metrics)
         # The thread that renews the lock has noticed; here it ends the run.
         if self.held.seen_taken:
-            self._may_write()
+            self.recorder.may_write()
         return state
 
     def _due(self, done: int, stopped: bool) -> Due:
@@ -257,22 +281,26 @@ class Run:
             self._settle_all()
         if due.last:
             self._check_end(done)
-        # Who asks a run to end does not wait for an evaluation; the last step has one in any case.
-        if self.evaluate is not None and (due.last or (due.evaluation and not due.stopped)):
-            self._evaluate(state, done, checkpoints)
+        # Who asks a run to end does not wait for an evaluation, which is made when it goes on; the
+        # last step has one in any case.
+        if self.evaluate is not None and (due.last or due.evaluation):
+            if due.stopped and not due.last:
+                self._owe_evaluation(done)
+            else:
+                self._evaluate(state, done, checkpoints)
         if checkpoints is not None and due.checkpoint:
             self._save(state, done, checkpoints, due.last or due.stopped)
-        if due.stopped and not due.last:
-            self._note_stop(done)
 
     def _check_end(self, done: int) -> None:
         """Refuse to end well after gradients that are not finite: nobody knows the parameters."""
         if self.nonfinite_in_a_row:
             reason = describe_bad_end(self.nonfinite_in_a_row, done, self.step.strategy)
-            raise FloatingPointError(f"{reason} They are not saved.{self._last_checkpoint()}")
+            raise NonfiniteError(f"{reason} They are not saved.{self._last_checkpoint()}")
 
     def _note_stop(self, done: int) -> None:
         """Note that the run was asked to end, and whether its state is saved."""
+        if done == self.loop.steps:
+            return
         remark = ""
         if self.saved_step == done:
             remark = "; the state is saved"
@@ -286,46 +314,56 @@ class Run:
         assert self.evaluate is not None
         try:
             measured = self.evaluate(state)
+            check_measured(measured)
         except Exception:
             if checkpoints is not None:  # what has been learned is not lost with it
                 self._save(state, done, checkpoints, wait=True)
+                self._owe_evaluation(done)
             raise
         if measured:
             record = {"step": done}
             for name, value in measured.items():
                 record[f"evaluation/{name}"] = value
-            self._record(record)
+            self.recorder.record(record)
+        if self.folder is not None and jax.process_index() == 0:
+            forget_evaluation(self.folder)
         # An evaluation is no training, and does not count as time of the next step.
         self.speed.pause()
 
-    def _next_batch(self, done: int) -> Any:
+    def _owe_evaluation(self, done: int) -> None:
+        """Remember, for the next attempt, that the state after this step was not evaluated."""
+        if self.folder is not None and jax.process_index() == 0:
+            self.held.check()
+            owe_evaluation(self.folder, done)
+
+    def _owes_evaluation(self, done: int) -> bool:
+        """Whether an earlier attempt ended before an evaluation that was due after this step."""
+        if self.folder is None or self.resumed_step is None:
+            return False
+        # Process 0 reads the file, and tells the others.
+        verdict = ""
+        if jax.process_index() == 0 and owes_evaluation(self.folder, done):
+            verdict = "owed"
+        return bool(gather_texts(verdict)[0])
+
+    def _next_batch(self, state: State, done: int, checkpoints: Checkpoints | None) -> Any:
         """The next batch, on the mesh.
 
-        Data that ends before the run does is a `ValueError` that says after how many steps.
+        Data that ends before the run does is a `ValueError` that says after how many steps. What
+        has been learned is saved, where one process can say so for all.
         """
-        try:
-            return next(self.batches)
-        except StopIteration:
-            raise ValueError(
-                f"The data ended after {done} of {self.loop.steps} steps. Let the run have that "
-                f"many, `Loop(steps={done})`, or the data go round."
-            ) from None
-
-    def _prepare_first_step(self, state: State, batch: Any, done: int) -> None:
-        """Compare what several processes must have alike, before the first step.
-
-        At this moment none waits for another in a collective. Later, a difference in the program or
-        the shapes would be a hang instead of an error.
-        """
-        if jax.process_count() > 1:
-            shapes = []
-            for path, leaf in named_leaves(batch):
-                shapes.append(f"{path}: {leaf.dtype}{list(leaf.shape)}")
-            program = self.step.lower(state, batch).as_text()
-            require_agreement(
-                {"batch": "\n".join(shapes), "program": program, "data": self.batches.identity}
-            )
-        self._note(done, "compiling the step")
+        batch = next(self.batches, None)
+        if batch is not None:
+            return batch
+        if done == 0:
+            raise ValueError("The source gave no batch: there is nothing to train with.")
+        if checkpoints is not None and jax.process_count() == 1:
+            self._settle_all()
+            self._save(state, done, checkpoints, wait=True)
+        raise ValueError(
+            f"The data ended after {done} of {self.loop.steps} steps. Let the run have that "
+            f"many, `Loop(steps={done})`, or the data go round."
+        )
 
     def _settle_all(self) -> None:
         """Wait for every step in flight, so that nothing of the state is unknown."""
@@ -338,20 +376,26 @@ class Run:
         step = oldest.step
         metrics = StepMetrics.fetch(oldest.metrics)
         self.speed.count(metrics.weight)
-        if metrics.nonfinite_parameter >= 0:
+        # With how many updates before it a schedule computed this step.
+        updates, nonfinite = step - 1 - self.skipped, metrics.nonfinite_parameter >= 0
+        if nonfinite and self.step.strategy.skips:
+            self.skipped += 1
+        if nonfinite:
             self._report_nonfinite(step, metrics, oldest.batch)
         else:
             self.nonfinite_in_a_row = 0
         if step % self.loop.log_every == 0 or step == self.loop.steps:
-            self._record_step(step, metrics.recorded)
+            self._record_step(step, metrics.recorded, updates)
 
-    def _record_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of a step, with the numbers that are watched and the speed."""
-        # A schedule is asked with how many steps were taken before this one.
-        watched = {name: float(value(step - 1)) for name, value in self.watch.items()}
+    def _record_step(self, step: int, metrics: Mapping[str, Any], updates: int) -> None:
+        """Record the metrics of a step, with the numbers that are watched and the speed.
+
+        A schedule is asked with how many updates were made before this one.
+        """
+        watched = {name: watched_number(name, f, updates) for name, f in self.watch.items()}
         speed = self.speed.read(self.loop.steps - step)
         check_names(metrics, watched, speed)
-        self._record({"step": step, **metrics, **watched, **speed})
+        self.recorder.record({"step": step, **metrics, **watched, **speed})
 
     def _report_nonfinite(self, step: int, metrics: StepMetrics, batch: Any) -> None:
         """Note a step whose gradient is not finite, with what is known of the cause.
@@ -370,12 +414,20 @@ class Run:
             f"{losses}{gather_nonfinite(batch, strategy)}",
         )
         if self.nonfinite_in_a_row >= self.loop.nonfinite:
-            raise FloatingPointError(
+            raise NonfiniteError(
                 f"{self.nonfinite_in_a_row} steps in a row, up to step {step}, had gradients that "
                 f"are not finite, that of `{path}` among them.{self._last_checkpoint()} A smaller "
                 "learning rate, clipping or another precision may help; `Loop(nonfinite=...)` "
                 "says how many are borne."
             )
+
+    def _latest_complete(self, checkpoints: Checkpoints) -> int | None:
+        """The step of the newest checkpoint, once the save that was begun has ended."""
+        try:
+            checkpoints.wait()
+        except OSError as error:
+            self._note(self.saved_step or 0, str(error))
+        return checkpoints.latest()
 
     def _last_checkpoint(self) -> str:
         """A sentence that says which checkpoint a run that ends has left.
@@ -437,41 +489,4 @@ class Run:
 
     def _note(self, step: int, text: str) -> None:
         """Record a remark in words."""
-        self._record({"step": step, "note": text})
-
-    def _may_write(self) -> bool:
-        """Whether the folder is still this run's.
-
-        If it is not, a run of one process ends here by a `TakenError`. Several end together after
-        one step, which a SIGTERM to this process makes JAX choose, and write nothing until then.
-        """
-        try:
-            self.held.check()
-        except TakenError:
-            if jax.process_count() == 1:
-                raise
-            if not self.folder_lost:
-                # By which JAX finds a step after which all can stop.
-                os.kill(os.getpid(), signal.SIGTERM)
-            self.folder_lost = True
-        except OSError as error:
-            sys.stderr.write(
-                f"shardlib: whether the folder of the run is another's cannot be seen: {error}\n"
-            )
-            return False
-        return not self.folder_lost
-
-    def _record(self, record: Mapping[str, Any]) -> None:
-        """Hand a record to every sink, as long as the folder is this run's.
-
-        A sink that cannot write is named on standard error, and the run goes on.
-        """
-        if not self.sinks or not self._may_write():
-            return
-        for sink in self.sinks:
-            try:
-                sink(record)
-            except OSError as error:  # a record less, and no reason to end a run
-                sys.stderr.write(
-                    f"shardlib: a record of step {record['step']} could not be written: {error}\n"
-                )
+        self.recorder.record({"step": step, "note": text})

@@ -6,6 +6,11 @@ from typing import Any
 
 import jax
 
+from shardlib._tree import named_leaves
+from shardlib.machine._agreement import require_agreement
+from shardlib.step._state import State
+from shardlib.step._step import Step
+
 
 @dataclass(frozen=True)
 class StepInFlight:
@@ -63,3 +68,18 @@ class Due:
     stopped: bool
     checkpoint: bool
     evaluation: bool
+
+
+def require_same_program(step: Step, state: State, batch: Any, data: str) -> None:
+    """Compare what several processes must have alike, before the first step.
+
+    At this moment none waits for another in a collective. Later, a difference in the program or the
+    shapes would be a hang instead of an error. `data` says which data a process reads.
+    """
+    if jax.process_count() == 1:
+        return
+    shapes = []
+    for path, leaf in named_leaves(batch):
+        shapes.append(f"{path}: {leaf.dtype}{list(leaf.shape)}")
+    program = step.lower(state, batch).as_text()
+    require_agreement({"batch": "\n".join(shapes), "program": program, "data": data})

@@ -11,6 +11,7 @@ earlier attempt recorded of the steps that are taken again is dropped at the fir
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -52,7 +53,7 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = check.path("JsonLines", "path", path)
-        self._opened = False
+        self._last_step: int | None = None
 
     def __call__(self, record: Record) -> None:
         """Add a line."""
@@ -64,10 +65,10 @@ class JsonLines:
                 record,
                 "a record without `crc32`, which the sink adds itself",
             )
-        if not self._opened:
+        if _begins_attempt(record, self._last_step):
             self._drop_from(_first_step_anew(record))
-            self._opened = True
-        line = json.dumps({name: _plain(value) for name, value in record.items()})
+        self._last_step = record["step"]
+        line = json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False)
         with self.path.open("ab") as file:
             # A line of its own, even after one that a full disk cut off.
             separator = b""
@@ -186,11 +187,16 @@ class TensorBoard:
         # The writer is made at the first record, whose step says what to drop.
         self._make = SummaryWriter
         self._folder, self._writer = str(folder), None
+        self._last_step: int | None = None
 
     def __call__(self, record: Record) -> None:
         """Add a point to each curve; what an earlier attempt drew beyond this step is dropped."""
         _check_record("TensorBoard", record)
         step = record["step"]
+        if self._writer is not None and _begins_attempt(record, self._last_step):
+            self._writer.close()
+            self._writer = None
+        self._last_step = step
         if self._writer is None:
             self._writer = self._make(
                 self._folder, purge_step=_first_step_anew(record), flush_secs=1
@@ -340,6 +346,14 @@ def _first_step_anew(record: Record) -> int:
     return record["step"]
 
 
+def _begins_attempt(record: Record, last_step: int | None) -> bool:
+    """Whether a record is the first of an attempt; `last_step` is that of the one before it.
+
+    A sink may be used for a second run, which takes steps again that the first one has recorded.
+    """
+    return last_step is None or record["step"] < last_step
+
+
 def _columns() -> int:
     """How many letters fit the terminal's line, with one left for the cursor."""
     try:
@@ -390,8 +404,15 @@ def _duration(seconds: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON holds it: numbers of NumPy and JAX become floats, arrays lists of them."""
+    """A value as JSON holds it: numbers of NumPy and JAX become floats, arrays lists of them.
+
+    JSON has no numbers that are not finite: they become None.
+    """
     # Of other types only arrays have a form in JSON.
-    if isinstance(value, str | int | float | bool) or value is None:
-        return value
-    return np.asarray(value, float).tolist()
+    if not isinstance(value, str | int | float | bool | list) and value is not None:
+        value = np.asarray(value, float).tolist()
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
