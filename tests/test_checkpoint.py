@@ -694,3 +694,58 @@ def test_checkpoint_metadata_is_human_readable_json(saved):
     content = json.loads(json.loads((saved[0] / "3" / "about" / "metadata").read_text())["content"])
     assert content["leaves"]["params/blocks/mlp/up/kernel"]["names"] == "('layers', 'mlp', 'embed')"
     assert content["strategy"]["mesh"] == "'data=2,model=4'"
+
+
+def small(step, strategy=None):
+    """A state of so many steps whose one parameter says how many."""
+    strategy = strategy or sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    state = sl.init(lambda: {"w": jnp.full(8, float(step))}, optax.sgd(0.1), strategy)
+    return state.replaced(step=jnp.full_like(state.step, step))
+
+
+def test_checkpoints_wait_for_their_own_save_before_they_read(tmp_path):
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        for step in range(4):
+            checkpoints.save(small(step), about={"is": step})
+            assert checkpoints.about() == {"is": step}
+            checkpoints.save(small(step + 10), about={})
+            assert checkpoints.restore(small(0)).step == step + 10
+            checkpoints.put_aside([step + 10], "other")
+    assert not list(tmp_path.glob("unreadable-*"))
+
+
+def test_checkpoints_leave_out_one_that_is_being_written(tmp_path, monkeypatch):
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(small(1))
+        checkpoints.wait()
+        commit, go_on = checkpoints._before_commit, threading.Event()
+
+        def held_up():
+            go_on.wait(60)
+            commit()
+
+        monkeypatch.setattr(checkpoints, "_before_commit", held_up)
+        checkpoints._manager.close()
+        checkpoints._manager = checkpoints._make_manager()
+        checkpoints.save(small(2))
+        assert checkpoints.steps() == (1,) and checkpoints.latest() == 1
+        go_on.set()
+        checkpoints.wait()
+        assert checkpoints.steps() == (1, 2) and checkpoints.latest() == 2
+
+
+def test_checkpoints_that_only_read_see_what_a_run_has_saved_and_deleted(tmp_path):
+    with sl.Checkpoints(tmp_path, keep=1) as of_run, sl.Checkpoints(tmp_path) as reader:
+        for step in (1, 2, 3):
+            of_run.save(small(step))
+            of_run.wait()
+            assert reader.latest() == step and reader.steps() == (step,)
+            assert reader.restore(small(0)).state.params["w"][0] == step
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3"]
+
+
+def test_checkpoints_refuse_to_save_an_abstract_state(tmp_path):
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    state = sl.init(lambda: {"w": jnp.ones(8)}, optax.sgd(0.1), strategy, abstract=True)
+    with sl.Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match="is abstract"):
+        checkpoints.save(state)

@@ -256,6 +256,9 @@ def test_dim_names_are_checked_where_they_are_given():
         sl.logical(nnx.initializers.ones, ("embed", "mlp"))
     with pytest.raises(ValueError, match="`w` has None"):
         sl.annotate({"w": jnp.ones(3)}, {"w": None})
+    within = {"a": jnp.ones(2), "a/b/c": jnp.ones(2)}
+    with pytest.raises(ValueError, match="`a/b/c` of the model seems to be within the leaf `a`"):
+        sl.specs(within, sl.AxisRules(), sl.make_mesh("data=8"))
     with pytest.raises(ValueError, match="Two leaves of the model are called `a/b`"):
         sl.specs(
             {"a/b": jnp.ones(3), "a": {"b": jnp.ones(3)}}, sl.AxisRules(), sl.make_mesh("data=8")

@@ -141,6 +141,27 @@ while True:
     assert "[0] not now" in shown.out
 
 
+@pytest.mark.long
+def test_launch_gives_all_other_processes_three_seconds_together(tmp_path, capsys):
+    text = """
+def end(*_):
+    time.sleep(1.5 * int(me))
+    open(sys.argv[1] + me, "w").close()
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1] + "ready" + me, "w").close()
+if me == "0":
+    while not all(os.path.exists(sys.argv[1] + "ready" + other) for other in "0123"):
+        time.sleep(0.05)
+    os._exit(1)
+while True:
+    time.sleep(1)
+"""
+    code, _ = run(capsys, "-n", "4", "--", *script(tmp_path, text), str(tmp_path / "at-"))
+    assert code == 1 and (tmp_path / "at-1").exists() and not (tmp_path / "at-3").exists()
+
+
 HEARTBEAT_OF_0 = (
     "absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: "
     "/xla.coordination.CoordinationService/Heartbeat"

@@ -127,6 +127,15 @@ def _check_leaves(leaves: list[tuple[str, Any]]) -> None:
             raise ValueError(
                 f"Two leaves of the model are called `{path}`; rename the keys that hold a `/`."
             )
+        # Files have folders for what is before a `/`.
+        parent = path.rpartition("/")[0]
+        while parent:
+            if parent in counts:
+                raise ValueError(
+                    f"`{path}` of the model seems to be within the leaf `{parent}`; rename the keys "
+                    "that hold a `/`."
+                )
+            parent = parent.rpartition("/")[0]
 
 
 def _filter(trainable: Any) -> Any:
