@@ -43,10 +43,10 @@ class Sequences:
       target of each token is the next one.
     - `batch`: how many examples a step takes, over all processes.
     - `seed`: shuffles the examples, anew for each epoch; None takes them in order.
-    - `documents`: with `"cut"`, examples are windows over all documents one after the other, which are
-      cut where a window ends; what is behind the last whole window is left out. With `"whole"`,
-      only documents longer than an example are cut: others are whole in one, as many as fit in
-      their order, and the rest of the example is padding.
+    - `documents`: with `"cut"`, examples are windows over all documents one after the other, which
+      are cut where a window ends; what is behind the last whole window is left out. With
+      `"whole"`, only documents longer than an example are cut: others are whole in one, as many as
+      fit in their order, and the rest of the example is padding.
 
     Too few tokens for one example are a `ValueError`.
 

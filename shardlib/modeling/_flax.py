@@ -132,8 +132,8 @@ def _check_leaves(leaves: list[tuple[str, Any]]) -> None:
         while parent:
             if parent in counts:
                 raise ValueError(
-                    f"`{path}` of the model seems to be within the leaf `{parent}`; rename the keys "
-                    "that hold a `/`."
+                    f"`{path}` of the model seems to be within the leaf `{parent}`; rename the "
+                    "keys that hold a `/`."
                 )
             parent = parent.rpartition("/")[0]
 
