@@ -198,6 +198,23 @@ def test_forms_equal_one_device(form, mask):
     assert gradients["q"].sharding.is_equivalent_to(layout, 4)
 
 
+def test_a_ring_gives_zeros_where_a_query_sees_neither_keys_nor_a_sink():
+    mesh_text, rules = FORMS["ring of two"]
+    arrays, cotangents = make(sinks=True)
+    arrays["sinks"] = arrays["sinks"].at[1].set(-jnp.inf)
+    ids = np.zeros((2, LENGTH), int)
+    # The first queries see no key; the sink of one head is off.
+    options = {"segment_ids": (ids - (np.arange(LENGTH) < 5), ids)}
+    alone = lambda arrays, options: kernels.attention(**arrays, **options, with_lse=True)
+    expected = both_ways(alone, arrays, options, cotangents)
+    with sl.use(rules, mesh_of(mesh_text)):
+        run = jax.jit(lambda arrays, cotangents: both_ways(attend, arrays, options, cotangents))
+        found = run(arrays, cotangents)
+    (y, lse), _ = found
+    assert not y[:, :5, 1].any() and (lse[:, :5, 1] == -jnp.inf).all()
+    assert_near(found, expected, 1e-5)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"causal": True, "starts": (32, 0)}])
 @pytest.mark.parametrize("form", ["ring", "ulysses, few key heads", "usp"])

@@ -167,6 +167,67 @@ def test_padding_goes_to_no_expert():
     assert float(stats.load.weight) == CHOICES * int(real.sum())
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_what_experts_make_of_rows_of_no_expert_is_added_to_no_token(devices):
+    """Of padding and of choices that are not wanted there are such rows, on one device too."""
+    real = jnp.asarray(np.random.default_rng(5).random((BATCH, LENGTH)) < 0.6)
+    weights, router, options = WEIGHTS["up"][..., :WIDTH], sl.experts.Top2(), {"real": real}
+    options["key"] = jax.random.key(0)
+
+    def in_rows(bias, x, gate):
+        def of_rows(weights, x, groups):
+            return sl.kernels.grouped_matmul(x, weights, groups) + bias
+
+        limitless = replace(router, capacity=None)
+        return dropless(x, limitless, of_rows, gate=gate, weights=weights, **options)[0]
+
+    def in_places(bias, x, gate):
+        def of_places(weights, x):
+            return x @ weights + bias
+
+        return sl.experts.moe(
+            x, replace(router, capacity=8.0), of_places, gate=gate, weights=weights, **options
+        )[0]
+
+    arrays = jnp.ones(()), X, GATES["drawn"]
+    with sl.unsharded():
+        expected = jax.jit(partial(with_gradients, in_places))(*arrays)
+    with sl.use(RULES, mesh_of(f"data={devices}")):
+        found = jax.jit(partial(with_gradients, in_rows))(*arrays)
+    assert not found[0][~np.asarray(real)].any()
+    assert_near(found, expected)
+
+
+@pytest.mark.parametrize("layer", ["moe", "dropless"])
+def test_layers_in_a_shard_map_that_checks_what_differs_have_gradients(layer):
+    """The gate and the bias are whole on every device, and the tokens are not."""
+    router, weights = sl.experts.SigmoidTopK(CHOICES), WEIGHTS["up"][..., :WIDTH]
+    bias = jnp.linspace(0.0, 0.1, EXPERTS)
+
+    def total(x, gate, bias, weights):
+        options = {"gate": gate, "bias": bias, "weights": weights}
+        with sl.unsharded():
+            if layer == "moe":
+                y, _ = sl.experts.moe(x, router, lambda w, x: x @ w, **options)
+            else:
+                product = lambda w, x, groups: sl.kernels.grouped_matmul(x, w, groups)
+                y, _ = dropless(x, router, product, **options)
+        return (y**2).sum()
+
+    def over_devices(*arrays):
+        def of_device(*arrays):
+            return lax.psum(total(*arrays), "data")
+
+        specs = (P("data"), P(), P(), P())
+        mesh = mesh_of("data=2")
+        return jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=P())(*arrays)
+
+    arrays = X, GATES["drawn"], bias, weights
+    found = jax.jit(jax.grad(over_devices, (0, 1, 2, 3)))(*arrays)
+    assert_near(found, jax.jit(jax.grad(total, (0, 1, 2, 3)))(*arrays))
+    assert found[2].any()
+
+
 def test_a_function_of_experts_may_read_other_arrays():
     """Rounds after the first one are traced again when they are differentiated."""
     scale = jnp.linspace(0.5, 2.0, WIDTH)
@@ -343,11 +404,12 @@ def test_rows_are_sent_four_times_a_layer(remat, times):
         ({"group": 5}, "does not divide the 32 tokens"),
         ({"real": 3}, r"`dropless\(real="),
         ({"key": 3}, r"`dropless\(key="),
+        ({"x": X[:0]}, r"`dropless` of `x` of shape \[0, 4, 8\]: there are no tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):
     with sl.unsharded(), pytest.raises(ValueError, match=message):
-        layer(X, GATES["drawn"], WEIGHTS, **options)
+        layer(**{"x": X, "gate": GATES["drawn"], "weights": WEIGHTS} | options)
 
 
 def test_a_function_that_gives_other_rows_is_refused():

@@ -172,12 +172,37 @@ def test_several_matrices_are_multiplied_with_the_same_rows():
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.parametrize("axes", [(), ("model",)])
+@pytest.mark.parametrize("order", [1, -1])
+def test_matrices_of_which_one_has_whole_columns_equal_one_device(axes, order):
+    """The gradients to the rows are parts of a sum for some matrices, and whole for others."""
+    rules = sl.AxisRules(act_mlp=[("model", "more"), "model", None], act_embed=None)
+    x, columns = drawn(16, 8), (8, 10, 3)
+    if axes:
+        # What is split over features has columns that these axes divide.
+        columns = (8, 10, 6)
+    w = [drawn(2, 8, size, seed=1 + size) for size in columns][::order]
+    gradients = [drawn(16, one.shape[2], seed=2) for one in w]
+    sizes = jnp.array([[5, 9]])
+
+    def both(x, w, groups, names):
+        y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, groups, names=names), x, w)
+        return y, back(tuple(gradients))
+
+    expected = both(x, w, Groups(sizes), None)
+    with sl.use(rules, sl.make_mesh("data=2,model=2,more=2")):
+        groups = Groups(sizes, (), axes)
+        found = jax.jit(lambda x, w: both(x, w, groups, NAMES))(x, w)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+
 def test_blocks_of_rows_have_groups_of_their_own():
     x, w = drawn(24, 8), drawn(2, 8, 4, seed=1)
     sizes = [(3, 4), (0, 8), (1, 2)]
     y = grouped_matmul(x, w, Groups(jnp.array(sizes)))
     expected = [by_hand(x[8 * k : 8 * k + 8], w, one) for k, one in enumerate(sizes)]
     np.testing.assert_allclose(y, np.concatenate(expected), atol=1e-5)
+    np.testing.assert_array_equal(grouped_matmul(x, w, Groups(sizes)), y)
 
 
 @pytest.mark.representative()
@@ -330,6 +355,8 @@ def test_arrays_that_do_not_fit_are_refused(x, w, groups, options, message):
 def test_blocks_that_do_not_divide_the_rows_are_refused():
     with pytest.raises(ValueError, match="8 rows in 3 blocks of equal length"):
         grouped_matmul(jnp.ones((8, 4)), jnp.ones((2, 4, 4)), Groups(jnp.ones((3, 2), int)))
+    with pytest.raises(ValueError, match="how many rows each group has"):
+        grouped_matmul(jnp.ones((8, 4)), jnp.ones((2, 4, 4)), Groups("no sizes"))
     with pytest.raises(ValueError, match="`w` is empty"):
         grouped_matmul(jnp.ones((8, 4)), [], jnp.array([1]))
     with pytest.raises(ValueError, match="for 2 and 3 groups in one call"):

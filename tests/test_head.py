@@ -185,6 +185,41 @@ def test_linear_cross_entropy_is_nan_for_a_target_outside_the_vocabulary():
     assert np.isfinite(losses[0]) and np.isnan(losses[1]) and losses[2] == 0
 
 
+@pytest.mark.parametrize("ignored", [-1, 2**31 - 1])
+def test_linear_cross_entropy_is_nan_for_a_target_beyond_32_bits(ignored):
+    """In fewer bits it would be another number: the ignored one, or a token."""
+    x, kernel = jnp.eye(4, 8), jnp.eye(5, 8)
+
+    def losses(targets):
+        return np.asarray(kernels.linear_cross_entropy(x, kernel, targets, ignored=ignored))
+
+    unsigned = losses(jnp.array([2**32 - 1, 2**31, 2**32 - 2, 1], "uint32"))
+    np.testing.assert_array_equal(np.isnan(unsigned), [True, True, True, False])
+    with jax.enable_x64(True):
+        wide = losses(jnp.array([2**32 + 1, -(2**32) - 1, ignored, 1], "int64"))
+    np.testing.assert_array_equal(np.isnan(wide), [True, True, False, False])
+    assert wide[2] == 0 and wide[3] == unsigned[3]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "tpu_simulated"])
+def test_linear_cross_entropy_of_ignored_rows_reads_nothing_from_them(implementation):
+    arrays = make({"x": (16, 64), "kernel": (128, 64), "targets": (16,)}, "float32")
+    arrays["targets"] = jnp.asarray(arrays["targets"]).at[3:6].set(-1)
+    options = {"implementation": implementation, "z_loss": 0.1, "smoothing": 0.1}
+    both = jax.jit(lambda arrays: derived(head, arrays, options))
+    x = jnp.asarray(arrays["x"])
+    clean = both(arrays | {"x": x.at[3:6].set(0)})
+    rows = x.at[3].set(jnp.nan).at[4, 1].set(jnp.inf).at[5, 2].set(-jnp.inf)
+    found = both(arrays | {"x": rows})
+    jax.tree.map(np.testing.assert_array_equal, found, clean)
+    assert not np.asarray(found[1]["x"][3:6]).any()
+
+
+def test_linear_cross_entropy_refuses_rows_without_width():
+    with pytest.raises(ValueError, match="`linear_cross_entropy`: .*their width is 0"):
+        kernels.linear_cross_entropy(jnp.ones((2, 0)), jnp.ones((5, 0)), jnp.array([0, 1]))
+
+
 @pytest.mark.long
 def test_linear_cross_entropy_takes_uint8_targets():
     x, kernel = jnp.eye(4, 8), jnp.arange(2400.0).reshape(300, 8)

@@ -450,6 +450,45 @@ def test_traced_bias_that_is_not_finite_makes_the_output_nan():
     assert jnp.isnan(y).all()
 
 
+NONFINITE = [
+    (Switch(capacity=None, jitter=0.0), "scatter", {}),
+    (TopK(2), "scatter", {}),
+    (Top2(capacity=4.0), "einsum", {}),
+    (SigmoidTopK(2), "scatter", {}),
+    (Hash(capacity=None), "scatter", {"ids": np.zeros((2, 12), np.int32)}),
+    (ExpertChoice(4.0), "scatter", {"causal": False}),
+    (ExpertChoice(4.0), "einsum", {"causal": False}),
+]
+
+
+@pytest.mark.parametrize(
+    ("router", "form", "more"),
+    NONFINITE,
+    ids=[f"{type(one[0]).__name__}-{one[1]}" for one in NONFINITE],
+)
+def test_a_traced_logit_that_is_not_finite_makes_its_token_nan(router, form, more):
+    """Also one of an expert that is not chosen; no other token is nan."""
+    x = jnp.asarray(normal(2, 12, 5)).at[..., 0].set(0).at[1, 3, 0].set(1e30)
+    gate = jnp.asarray(normal(5, 4, seed=1)).at[0].set(jnp.array([0, 0, 0, -1e30]))
+    y, told = jax.jit(lambda x: apply(router, x, gate, form=form, **more))(x)
+    assert float(told.nonfinite.total) == 1
+    expected = np.zeros((2, 12, 5), bool)
+    expected[1, 3] = True
+    np.testing.assert_array_equal(np.isnan(y), expected)
+
+
+def test_padding_and_dropped_tokens_are_zeros_whatever_their_logits():
+    given = jnp.asarray(normal(2, 12, 4)).at[..., 0].set(9).at[:, -1].set(-jnp.inf)
+    router = Switch(capacity=0.5, jitter=0.0)
+    y, told = jax.jit(lambda given: run(router, given))(given)
+    assert float(told.nonfinite.total) == 2 and not np.isnan(y[:, :-1]).any()
+    dropped = ~np.asarray(y[:, :-1]).any(-1)
+    assert dropped.any()
+    real = jnp.arange(12)[None].repeat(2, 0) < 11
+    y, told = jax.jit(lambda given: run(router, given, real=real))(given)
+    assert float(told.nonfinite.total) == 0 and not y[:, -1].any()
+
+
 # The bias that evens the load, DeepSeek-V3
 
 

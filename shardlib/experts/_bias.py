@@ -27,6 +27,7 @@ from shardlib._tree import map_named, named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.collectives._exchanges import ROUTER_BIAS
 from shardlib.experts._routing import Choices
+from shardlib.kernels._shards import varying_alike
 from shardlib.optimizers._local import check_wrapped
 
 _SCALE = 2.0**-40
@@ -39,7 +40,8 @@ def with_load_error(choices: Choices, bias: jax.Array) -> Choices:
     """
     weight = jnp.where(jnp.isfinite(bias).all(), choices.weight, jnp.nan)
     error = _load_error(choices, bias.shape[0]).astype(bias.dtype)
-    return choices._replace(weight=_attached(weight, bias, error))
+    # Choices differ between devices, and the bias does not: JAX adds up the errors of all.
+    return choices._replace(weight=_attached(*varying_alike(weight, bias, error)))
 
 
 def _load_error(choices: Choices, experts: int) -> jax.Array:

@@ -74,13 +74,15 @@ def by_token(seen: Seen, function: Callable[[jax.Array], jax.Array]) -> Seen:
 def choose(router: Router, seen: Seen) -> Choices:
     """A router's choices of tokens by group, checked; those of padding are not wanted.
 
-    An expert that does not exist is an error where numbers are known; where they are traced, it
-    makes the output of its token nan.
+    An expert that does not exist is an error where numbers are known, and so is a token whose
+    logits are not finite. Where numbers are traced, the weights of such choices are nan, and so is
+    the output of the token, unless it is dropped.
     """
     count = seen.logits.shape[-1]
     choices = router.choose(without_gradient(seen))
     weight = _checked(choices.expert, choices.weight, count, "expert")
-    _check_finite(seen)
+    finite = _finite(seen)
+    weight = jnp.where(finite[..., None], weight, jnp.nan)
     wanted = choices.wanted
     if seen.real is not None:
         wanted = wanted & seen.real[..., None]
@@ -96,8 +98,10 @@ def take(router: Any, seen: Seen, places: int) -> Taken:
     tokens = seen.logits.shape[-2]
     token, weight, wanted = router.take(without_gradient(seen), places)
     weight = _checked(token, weight, tokens, "token")
-    _check_finite(seen)
-    return Taken(jnp.clip(token, 0, tokens - 1).astype(jnp.int32), weight, wanted)
+    token = jnp.clip(token, 0, tokens - 1).astype(jnp.int32)
+    # Of the token in each place; an empty place may have the number of any.
+    finite_GEC = jax.vmap(lambda finite_S, token_EC: finite_S[token_EC])(_finite(seen), token)
+    return Taken(token, jnp.where(finite_GEC | ~wanted, weight, jnp.nan), wanted)
 
 
 def without_gradient(seen: Seen) -> Seen:
@@ -143,19 +147,21 @@ def _checked(chosen: jax.Array, weight: jax.Array, count: int, what: str) -> jax
     return jnp.where(within, weight.astype(jnp.float32), jnp.nan)
 
 
-def _check_finite(seen: Seen) -> None:
-    """Raise an error where a real token's logits are known not to be finite."""
+def _finite(seen: Seen) -> jax.Array:
+    """Whether each token's logits are finite, or it is padding; an error if one's are known not to
+    be.
+    """
     finite_GS = finite_logits(seen)
-    if isinstance(finite_GS, Tracer):
-        return
-    bad_GS = ~finite_GS & (seen.counts > 0)
-    if bool(bad_GS.any()):
+    fits_GS = finite_GS | (seen.counts == 0)
+    bad_GS = ~fits_GS
+    if not isinstance(bad_GS, Tracer) and bool(bad_GS.any()):
         group, token = map(int, jnp.argwhere(bad_GS)[0])
         raise ValueError(
             f"The router's logits are not finite for {int(bad_GS.sum())} of "
             f"{finite_GS.size} tokens, the first being token {token} of group {group}: the gate or "
             "what it is given is not."
         )
+    return fits_GS
 
 
 def check_given(x: jax.Array, router: Router, given: Given) -> None:

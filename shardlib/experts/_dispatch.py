@@ -119,7 +119,9 @@ def dispatch_taken(taken: Taken, tokens: int, form: Form) -> Einsum | Gather:
     if form == "einsum":
         one_hot_GECS = jax.nn.one_hot(taken.token, tokens) * taken.wanted[..., None]
         dispatched = jnp.moveaxis(one_hot_GECS, -1, 1)
-        combined = jnp.moveaxis(one_hot_GECS * taken.weight[..., None], -1, 1)
+        # A weight that is no number is its own token's alone.
+        weight_GECS = jnp.where(one_hot_GECS > 0, taken.weight[..., None], 0)
+        combined = jnp.moveaxis(weight_GECS, -1, 1)
         return Einsum(dispatched, combined, dispatched.sum(-1) > 0)
     token_GEC = jnp.where(taken.wanted, taken.token, tokens)
     flat = (groups, experts * places)

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib.kernels._shards import varying_alike
+
 # Experts whose logits are made at a time.
 _COLUMNS = 256
 
 
-@jax.custom_vjp
 def logits(x: jax.Array, gate_ME: jax.Array) -> jax.Array:
     """The product `x @ gate` in full float32; a TPU would round the factors to bfloat16.
 
@@ -19,6 +20,13 @@ def logits(x: jax.Array, gate_ME: jax.Array) -> jax.Array:
     several times the code, in several times the seconds, for each layer that is compiled. The
     gradient is defined, so that JAX does not differentiate the loop.
     """
+    # Tokens differ between devices, and the gate does not.
+    return _logits(*varying_alike(x, gate_ME))
+
+
+@jax.custom_vjp
+def _logits(x: jax.Array, gate_ME: jax.Array) -> jax.Array:
+    """The product, of factors that vary over the same axes."""
     parts_PMC = _split_columns(gate_ME)
     parts = lax.map(lambda gate_MC: _product("...m,mc->...c", x, gate_MC), parts_PMC)
     return jnp.moveaxis(parts, 0, -2).reshape(*x.shape[:-1], gate_ME.shape[1])
@@ -27,7 +35,7 @@ def logits(x: jax.Array, gate_ME: jax.Array) -> jax.Array:
 def _backwards(
     saved: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of `logits` to both factors, from the same columns at a time."""
+    """The gradients of `_logits` to both factors, from the same columns at a time."""
     x, gate_ME = saved
 
     def add_columns(
@@ -46,7 +54,7 @@ def _backwards(
     return of_x, of_gate_PMC.swapaxes(0, 1).reshape(gate_ME.shape)
 
 
-logits.defvjp(lambda x, gate_ME: (logits(x, gate_ME), (x, gate_ME)), _backwards)
+_logits.defvjp(lambda x, gate_ME: (_logits(x, gate_ME), (x, gate_ME)), _backwards)
 
 
 def _product(dims: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -181,10 +181,11 @@ def _apply_experts(experts: Experts, weights: Any, x_GECM: jax.Array) -> jax.Arr
     check_arrays.array(
         "moe", "experts", outputs, "a function that gives an array, (experts, tokens, width)"
     )
-    if outputs.shape[:2] != tokens.shape[:2]:
+    # A dim that is missing would be broadcast when the layer is added to its input.
+    if outputs.ndim != 3 or outputs.shape[:2] != tokens.shape[:2]:
         raise ValueError(
             f"`experts` was given tokens of shape {tokens.shape}, (experts, tokens, width), and "
-            f"made {outputs.shape} of them."
+            f"made {outputs.shape} of them: it gives (experts, tokens, width) too."
         )
     return outputs.reshape(local_count, groups, capacity, -1).swapaxes(0, 1)
 

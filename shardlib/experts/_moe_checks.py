@@ -27,6 +27,11 @@ def check_tokens(op: str, x: Any, gate: Any, names: Any) -> None:
             f"`{op}(x, ...)` takes tokens (batch, ..., width), real numbers, and a name for each "
             f"dim; got {x.dtype}{list(x.shape)} and `names={check.shown(names)}`."
         )
+    if not x.size:
+        raise ValueError(
+            f"`{op}` of `x` of shape {list(x.shape)}: there are no tokens, or they have no width. "
+            "Leave the layer out where a batch is empty."
+        )
     _check_gate(op, gate, x.shape)
 
 

@@ -188,7 +188,7 @@ class RowExchange:
     def round(self, plan: Plan, number: Any) -> Round:
         """Where rows are in the round of this number, which is 0 for the first one."""
         if self.devices == 1:
-            return Round(plan.place_P, plan.order_P, plan.counts_DE[0], None)
+            return self._only_round(plan)
         if self.form == "ragged":
             return self._ragged_round(plan, number)
         return self._dense_round(plan, number)
@@ -238,6 +238,18 @@ class RowExchange:
     def _all_to_all(self, x_JM: jax.Array) -> jax.Array:
         """Equally many rows from each device to each."""
         return lax.all_to_all(x_JM, self.axes, 0, 0, tiled=True)
+
+    def _only_round(self, plan: Plan) -> Round:
+        """All rows at once, where nothing is sent.
+
+        Choices that are not wanted come last in the order. They have no rows: whatever the experts
+        make of rows of no expert, it is added to no token.
+        """
+        count = plan.order_P.size
+        is_row_J = jnp.arange(count) < plan.counts_DE.sum()
+        source_J = jnp.where(is_row_J, plan.order_P, count)
+        place_P = jnp.where(plan.expert_P < self.experts, plan.place_P, count)
+        return Round(place_P, source_J, plan.counts_DE[0], None)
 
     def _dense_round(self, plan: Plan, number: Any) -> Round:
         """The rows of a pair of devices that are in no round before, as many as fit."""

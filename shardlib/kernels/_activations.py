@@ -195,7 +195,7 @@ def _sum(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 def _bounded(z: jax.Array) -> jax.Array:
     """Numbers with the slopes of those given, at which no factor of a slope is infinite.
 
-    What is no number stays so.
+    What is no number stays so: all slopes there are no number either, but for that of ReLU.
     """
     return jnp.clip(z, -BOUND, BOUND)
 
@@ -269,7 +269,10 @@ def _approximate(z: jax.Array) -> jax.Array:
 
 
 def _relu_slope(z: jax.Array) -> jax.Array:
-    """One above zero, and zero elsewhere."""
+    """One above zero, and zero elsewhere.
+
+    At what is no number it is meant to be zero, too, as that of `jax.nn.relu` is.
+    """
     return (z > 0).astype(z.dtype)
 
 

@@ -104,7 +104,7 @@ def ring_forward(
     if ring.side.sinks is not None:
         # A sink is a score without a value.
         with_sinks = jnp.logaddexp(lse, ring.side.sinks.astype(lse.dtype))
-        y, lse = y * jnp.exp(lse - with_sinks)[..., None], with_sinks
+        y, lse = y * _shares(lse, with_sinks)[..., None], with_sinks
     return y.astype(q.dtype), lse
 
 
@@ -130,11 +130,15 @@ def _with_pair(attend: Callable[..., Any], results: Results, pair: Pair) -> Resu
 def _joined(results: Results, more: Results) -> Results:
     """The results over the keys of two blocks, from those over each."""
     total = jnp.logaddexp(results.lse, more.lse)
-    # Where nothing was seen yet, the difference of two infinities would be no number.
-    reference = jnp.where(total == -jnp.inf, 0, total)
-    share, more_share = jnp.exp(results.lse - reference), jnp.exp(more.lse - reference)
+    share, more_share = _shares(results.lse, total), _shares(more.lse, total)
     more_y = more.y.astype(results.y.dtype)
     return Results(results.y * share[..., None] + more_y * more_share[..., None], total)
+
+
+def _shares(lse: jax.Array, total: jax.Array) -> jax.Array:
+    """What part of a sum some of its terms are, from the logarithms of both."""
+    # Where nothing was seen, the difference of two infinities would be no number.
+    return jnp.exp(lse - jnp.where(total == -jnp.inf, 0, total))
 
 
 class _Gradients(NamedTuple):

@@ -143,7 +143,7 @@ def _checked_groups(groups: Any, x: jax.Array, count: int) -> Groups:
     if not isinstance(groups, Groups):
         sizes = check_arrays.as_array(OP, "groups", groups, "how many rows each group has")
         groups = Groups(sizes.reshape(1, -1))
-    sizes = groups.sizes
+    sizes = check_arrays.as_array(OP, "groups", groups.sizes, "how many rows each group has")
     whole = jnp.issubdtype(sizes.dtype, jnp.integer)
     if not whole or sizes.ndim != 2 or sizes.shape[1] != count:
         raise ValueError(
@@ -155,15 +155,18 @@ def _checked_groups(groups: Any, x: jax.Array, count: int) -> Groups:
             f"`{OP}`: {x.shape[0]} rows in {sizes.shape[0]} blocks of equal length: the number of "
             "blocks should divide that of rows."
         )
-    if not isinstance(sizes, Tracer):
-        _check_sizes(sizes, x.shape[0] // sizes.shape[0])
+    _check_sizes(sizes, x.shape[0] // sizes.shape[0])
     # Sums of sizes may not fit in the integers that these are.
     return replace(groups, sizes=sizes.astype(jnp.int32))
 
 
 def _check_sizes(sizes: jax.Array, rows: int) -> None:
     """Refuse sizes that are known to be negative, or more than a block's rows together."""
-    if bool((sizes < 0).any()) or bool((sizes.sum(1) > rows).any()):
+    wrong = (sizes < 0).any() | (sizes.sum(1) > rows).any()
+    # Under `jit` this is traced even if the sizes are not.
+    if isinstance(wrong, Tracer):
+        return
+    if bool(wrong):
         raise ValueError(
             f"`{OP}`: groups of {sizes.tolist()} rows in blocks of {rows}: sizes are not negative, "
             "and no more together than there are rows."
@@ -317,20 +320,23 @@ def _backward(call: Call, saved: Any, gradients: list[jax.Array]) -> tuple[Any, 
 
     def run_shard(x: jax.Array, sizes: jax.Array, *others: jax.Array) -> list[jax.Array]:
         whole = _gathered(x, first.gathered)
-        of_x: Any = None
+        # The gradients to `x` of matrices, by the axes over which devices have parts of them.
+        of_x: dict[tuple[str, ...], jax.Array] = {}
         of_matrices = []
         for k in range(count):
             chosen, layouts, w = call.chosen[k], call.layouts[k], others[k]
             backward = partial(chosen.implementation.backward, **chosen.options)
             gradient = _gathered(others[count + k], layouts.scattered)
             added, of_w = _gradients_by_block(backward, whole, w, sizes, gradient)
-            of_x = added if of_x is None else of_x + added
+            # Where columns are split, each device has a part of the sum over them. A name's axes
+            # may divide the columns of one matrix, and not those of another.
+            parts = () if layouts.scattered else layouts.y.axes[1]
+            of_x[parts] = of_x[parts] + added if parts in of_x else added
             if layouts.sizes.automatic_axes(0):
                 of_w = lax.psum(of_w, layouts.sizes.automatic_axes(0))
             of_matrices.append(of_w)
-        # Where columns are split, each device has a part of the sum over them.
-        summed = () if first.scattered else first.y.axes[1]
-        return [_placed(of_x, summed, first.gathered), *of_matrices]
+        placed = [_placed(sums, parts, first.gathered) for parts, sums in of_x.items()]
+        return [sum(placed[1:], placed[0]), *of_matrices]
 
     w_layouts = [layouts.w for layouts in call.layouts]
     y_layouts = [layouts.y for layouts in call.layouts]

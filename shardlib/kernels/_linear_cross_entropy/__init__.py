@@ -106,7 +106,7 @@ def linear_cross_entropy(
     rows = kernel_layout.global_shape[0]
     loss = _checked_loss(rows, options)
     _check_whole_width(x_layout)
-    targets = targets.astype(jnp.int32)
+    targets = _narrow(targets, loss.ignored)
     local = {
         "x": x_layout.local(x.dtype),
         "kernel": kernel_layout.local(kernel.dtype),
@@ -190,7 +190,11 @@ def _backward(call: Call, saved: Any, gradient: Any) -> tuple[Any, Any, None]:
     def run_shard(x: Any, kernel: Any, targets: Any, log_z: Any, gradient: Any) -> tuple[Any, Any]:
         # Kernels take rows in one dim.
         rows, offset = x.reshape(-1, x.shape[-1]), call.vocab_offset(kernel)
-        columns = (targets.reshape(-1), offset, log_z.reshape(-1), gradient.reshape(-1))
+        # A row without a loss may hold anything, and zero times that may be no number.
+        is_ignored = targets.reshape(-1) == call.loss.ignored
+        rows = jnp.where(is_ignored[:, None], 0, rows)
+        log_z = jnp.where(is_ignored, 0, log_z.reshape(-1))
+        columns = (targets.reshape(-1), offset, log_z, gradient.reshape(-1))
         x_gradient, kernel_gradient = call.chosen.implementation.backward(
             rows, kernel, *columns, loss=call.loss, **call.chosen.options
         )
@@ -250,6 +254,17 @@ def _checked_loss(rows: int, options: LossOptions) -> Loss:
     return Loss(vocab, float(z_loss), float(smoothing), cap, ignored)
 
 
+def _narrow(targets: jax.Array, ignored: int) -> jax.Array:
+    """The targets in 32 bits; those that do not fit are none of the kernel's rows, nor ignored."""
+    limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(targets.dtype)
+    if own.min >= limits.min and own.max <= limits.max:
+        return targets.astype(jnp.int32)
+    # No kernel has as many rows.
+    none = limits.max - (ignored == limits.max)
+    fits = (targets >= max(own.min, limits.min)) & (targets <= limits.max)
+    return jnp.where(fits, targets, none).astype(jnp.int32)
+
+
 def _check(x: Any, kernel: Any, targets: Any) -> None:
     """Refuse arrays whose shapes or dtypes do not make a head and its targets."""
     floats = check_arrays.is_float(x.dtype) and check_arrays.is_float(kernel.dtype)
@@ -257,6 +272,11 @@ def _check(x: Any, kernel: Any, targets: Any) -> None:
         raise ValueError(
             f"`{OP}`: `x` is {_described(x)}, `kernel` {_described(kernel)}; they are "
             "floats of 16 bits or more, `(..., width)` and `(vocabulary, width)`."
+        )
+    if not x.shape[-1]:
+        raise ValueError(
+            f"`{OP}`: `x` is {_described(x)}, `kernel` {_described(kernel)}: their width is 0, and "
+            "should be 1 at least."
         )
     if targets.shape != x.shape[:-1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(
