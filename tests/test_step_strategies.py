@@ -59,6 +59,29 @@ def test_a_server_clips_as_the_step_says():
     np.testing.assert_array_equal(found.params["w"], expected.params["w"])
 
 
+def test_patterns_of_what_is_kept_are_those_of_the_step():
+    misspelt = strategy(precision=sl.Precision("bf16", keep=("typo.*",)))
+    with pytest.raises(ValueError, match="`typo.*` matches no parameter. The paths are: w"):
+        stepped(strategy(), misspelt)
+    state = sl.init(lambda: {"w": jnp.ones(4)}, None, strategy())
+    with pytest.raises(ValueError, match="`typo.*` matches no parameter"):
+        sl.evaluation(loss, misspelt)(state, [X])
+
+
+def test_a_state_without_values_is_refused():
+    make = lambda: {"w": jnp.ones(4)}
+    abstract = sl.init(make, optax.sgd(0.1), strategy(), abstract=True)
+    measure = sl.evaluation(loss, strategy())
+    for call in (lambda: measure(abstract, [X]), lambda: abstract.with_weights(make())):
+        with pytest.raises(ValueError, match="abstract, of shapes alone: make it by `sl.init`"):
+            call()
+    replaced = sl.init(make, optax.sgd(0.1), strategy())
+    replaced.step.delete()
+    for call in (lambda: measure(replaced, [X]), lambda: replaced.with_weights(make())):
+        with pytest.raises(ValueError, match="through a step already.*the new one"):
+            call()
+
+
 def test_a_mean_over_nothing_adds_nothing():
     batch = {"x": X, "a": np.ones(16, "f"), "b": np.float32(np.arange(16) % 2)}
 
