@@ -97,6 +97,47 @@ def test_a_mean_over_nothing_adds_nothing():
     assert np.isfinite(told["loss"])
 
 
+def test_means_are_summed_scaled_and_subtracted():
+    def several(model, batch, rng):
+        error, number = (batch @ model["w"] - 1) ** 2, batch.shape[0]
+        mean = sl.weighted_mean(error.sum(), number)
+        penalty = sl.weighted_mean(jnp.sum(model["w"] ** 2) * number, number)
+        return sum([mean / 2, 0.1 * penalty, -mean]) + 0.0 - 2 * penalty
+
+    _, metrics = stepped(strategy(), strategy(), several)
+    w = np.arange(4) * np.float32(0.1)
+    expected = -0.5 * np.mean((X @ w - 1) ** 2) - 1.9 * np.sum(w**2)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("term", "said"),
+    [
+        (lambda mean, x: mean + x, r"\+ other.*penalty.*sl.weighted_mean.term \* weight, weight"),
+        (lambda mean, x: x + mean, r"\+ other.*penalty.*sl.weighted_mean.term \* weight, weight"),
+        (lambda mean, x: 1.0 + mean, r"takes another `weighted_mean`; got 1.0"),
+        (lambda mean, x: np.float32(1) + mean, r"takes another `weighted_mean`; got"),
+        (lambda mean, x: mean - x, r"- other.*penalty"),
+        (lambda mean, x: 1.0 - mean, r"- other.*penalty"),
+        (lambda mean, x: mean * mean, "Multiply or divide a mean by a number"),
+        (lambda mean, x: mean / mean, "Multiply or divide a mean by a number"),
+        (lambda mean, x: 1 / mean, "Multiply or divide a mean by a number"),
+    ],
+)
+def test_what_is_no_mean_is_not_added_to_one(term, said):
+    with pytest.raises(ValueError, match=said):
+        term(sl.weighted_mean(jnp.float32(6.0), 3), jnp.float32(1.0))
+
+
+def test_a_number_is_not_gathered():
+    largest = lambda model, x, rng: sl.gather_batch((x @ model["w"]).max()).max()
+    said = r"gather_batch\(x=.*examples along dim 0.*`x.max\(\)\[None\]`"
+    with pytest.raises(ValueError, match=said):
+        stepped(strategy(), strategy(), largest)
+    with pytest.raises(ValueError, match=said):
+        sl.gather_batch(jnp.float32(1))
+
+
 @pytest.mark.parametrize("of_state", [{}, {"exchange": sl.collectives.ParameterServer("data")}])
 def test_statistics_of_a_batch_that_is_skipped_are_left_out(of_state):
     class Model(nnx.Module):
