@@ -138,6 +138,31 @@ def test_a_number_is_not_gathered():
         sl.gather_batch(jnp.float32(1))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (lambda: optax.contrib.sophia(0.1), "The optimizer wants obj_fn, which a step does not"),
+        (
+            lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+            "The optimizer wants grad_fn, which a step does not",
+        ),
+        (
+            lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5),
+            "wants parameters in a class of its own, with an attribute `fast`",
+        ),
+        (
+            lambda: optax.GradientTransformation(lambda params: params.slow, None),
+            r"`optimizer.init\(params\)`.*failed, AttributeError: .*no attribute 'slow'",
+        ),
+    ],
+    ids=["sophia", "sam", "lookahead", "init"],
+)
+def test_optimizers_that_want_what_a_step_lacks_are_refused(optimizer, said):
+    with pytest.raises(ValueError, match=said):
+        state = sl.init(lambda: {"w": jnp.ones(4)}, optimizer(), strategy(), abstract=True)
+        sl.train_step(loss, strategy()).trace(state, X)
+
+
 @pytest.mark.parametrize("of_state", [{}, {"exchange": sl.collectives.ParameterServer("data")}])
 def test_statistics_of_a_batch_that_is_skipped_are_left_out(of_state):
     class Model(nnx.Module):
