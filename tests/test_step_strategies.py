@@ -203,6 +203,42 @@ def test_gradients_are_divided_by_the_weight_in_their_own_dtype():
     np.testing.assert_array_equal(state.params["w"], np.float32(1) - np.float32(0.1))
 
 
+def test_means_norms_and_gradients_of_float64_are_float64():
+    draws = np.random.default_rng(1)
+    x, weight, w = draws.normal(size=(16, 4)), draws.random(16), draws.normal(size=4)
+    batch = {"x": x, "weight": weight}
+
+    def weighted(model, batch, rng):
+        error = (batch["x"] @ model["w"] - 1) ** 2 * batch["weight"]
+        mean = sl.weighted_mean(error.sum(), batch["weight"].sum())
+        return mean, {"plain": jnp.mean(batch["x"]), "share": sl.weighted_mean(error.sum(), 3)}
+
+    gradient = 2 * (weight * (x @ w - 1)) @ x / weight.sum()
+    norm = np.linalg.norm(gradient)
+    with jax.enable_x64(True):
+        clipped = strategy(precision="float64", accumulate=2, clip=0.1)
+        state, metrics = stepped(clipped, clipped, weighted, batch, jnp.asarray(w))
+    found = jax.device_get(metrics)
+    np.testing.assert_allclose(state.params["w"], w - 0.01 * gradient / norm, rtol=1e-14)
+    np.testing.assert_allclose(found["grad_norm"], norm, rtol=1e-14)
+    error = (x @ w - 1) ** 2 * weight
+    np.testing.assert_allclose(found["loss"], error.sum() / weight.sum(), rtol=1e-14)
+    np.testing.assert_allclose(found["weight"], weight.sum(), rtol=1e-14)
+    np.testing.assert_allclose(found["plain"], x.mean(), rtol=1e-13)
+    np.testing.assert_allclose(found["share"], error.sum() / 48, rtol=1e-14)
+
+
+def test_means_of_narrower_dtypes_and_counts_are_float32():
+    def counted(model, batch, rng):
+        mean = sl.weighted_mean(jnp.sum((batch @ model["w"]) ** 2).astype(jnp.bfloat16), 2.0)
+        return mean, {"count": sl.weighted_mean(jnp.sum(batch > 0), batch.shape[0])}
+
+    with jax.enable_x64(True):
+        _, metrics = stepped(strategy(), strategy(), counted, X, jnp.ones(4, jnp.float32))
+    for name in ("loss", "weight", "count", "grad_norm"):
+        assert metrics[name].dtype == np.float32, name
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, bool])
 def test_a_loss_without_a_gradient_is_refused(dtype):
     count = lambda model, x, rng: jnp.sum(x @ model["w"] > 0).astype(dtype)
