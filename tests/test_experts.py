@@ -736,6 +736,20 @@ def test_per_layer_and_expert_optimizer_updates_each_member_separately(optimizer
         sl.optimizers.per_layer_and_expert(optimizer, lambda path, leaf: 5).init(params)
 
 
+def test_per_layer_and_expert_optimizer_draws_for_each_member_by_itself():
+    noisy = optax.add_noise(1.0, 0.0, key=0)
+    optimizer = sl.optimizers.per_layer_and_expert(noisy, lambda path, leaf: leaf.ndim - 1)
+    zeros = {"a": jnp.zeros((2, 3, 4)), "b": jnp.zeros(4), "c": jnp.zeros(4)}
+    noise, state = optimizer.update(zeros, optimizer.init(zeros), zeros)
+    later, _ = optimizer.update(zeros, state, zeros)
+    drawn = []
+    for update in (noise, later):
+        drawn += [np.reshape(leaf, (-1, 4)) for leaf in jax.tree.leaves(update)]
+    drawn = np.concatenate(drawn)
+    assert drawn.shape == (16, 4)
+    assert len(np.unique(drawn)) == drawn.size
+
+
 def test_per_layer_and_expert_optimizer_state_is_sharded_like_experts():
     strategy = sl.Strategy(mesh="data=8", rules=sl.rules.experts)
     optimizer = sl.optimizers.per_layer_and_expert(

@@ -325,6 +325,24 @@ def test_a_state_on_the_host_evaluates_saves_and_resumes(tmp_path):
     assert on_host(again.params) == LARGE
 
 
+@pytest.mark.parametrize(("offload", "zero"), [("parameters", 0), ("all", 3)])
+def test_a_scalar_goes_to_the_host_too(offload, zero):
+    def scaled(model, x, rng):
+        return jnp.mean((x @ model["w"] * model["scale"] - 1.0) ** 2)
+
+    plain = {"mesh": "data=8", "rules": sl.rules.data, "zero": sl.Zero(zero, small=0)}
+    model = {"w": jnp.ones((16, 8)), "scale": jnp.float32(2.0)}
+    found = []
+    for options in ({}, {"offload": offload}):
+        strategy = sl.Strategy(**plain, **options)
+        state = sl.init(lambda: model, optax.sgd(0.1), strategy)
+        state, _ = sl.train_step(scaled, strategy)(state, X)
+        found.append(state.params)
+    assert on_host(found[1]) == {"w", "scale"}
+    for name, wanted in found[0].items():
+        np.testing.assert_allclose(found[1][name], wanted, rtol=1e-6)
+
+
 def test_what_cannot_be_offloaded_is_refused():
     plain = {"mesh": "data=8", "rules": sl.rules.data}
     with pytest.raises(ValueError, match="leaves everything on the device"):

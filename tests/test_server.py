@@ -188,6 +188,17 @@ def test_a_gradient_that_is_not_finite_is_no_update():
     assert np.isfinite(state.params["up"]).all()
 
 
+def test_an_update_that_is_counted_and_not_skipped_is_an_update():
+    exchange = ParameterServer(("pod", "data"))
+    strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=exchange, nonfinite="count")
+    bad = batch(0)
+    bad[4] = np.nan
+    state, _ = sl.train_step(loss, strategy)(sl.init(make, ADAM, strategy), bad)
+    assert state.nonfinite == 1
+    assert state.workers.versions.tolist() == [1, 2, 3, 4]
+    assert state.opt_state[0].count == 4
+
+
 class Statistics(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(8, rngs=rngs)
@@ -253,6 +264,8 @@ def test_what_the_server_has_goes_on_elsewhere(name, stopped):
         for worker in range(2):
             own = jax.tree.map(lambda x, w=worker: x[w], jax.device_get(state.workers.params))
             chex.assert_trees_all_equal(own, params)
+    if name == "other workers":
+        assert state.workers.versions.tolist() == [12, 12]
     if name == "workers that meet":
         first = jax.tree.map(lambda x: x[0], jax.device_get(state.workers.opt_state))
         chex.assert_trees_all_equal(first, opt_state)

@@ -59,6 +59,29 @@ def test_a_server_clips_as_the_step_says():
     np.testing.assert_array_equal(found.params["w"], expected.params["w"])
 
 
+def test_patterns_of_what_is_kept_are_those_of_the_step():
+    misspelt = strategy(precision=sl.Precision("bf16", keep=("typo.*",)))
+    with pytest.raises(ValueError, match="`typo.*` matches no parameter. The paths are: w"):
+        stepped(strategy(), misspelt)
+    state = sl.init(lambda: {"w": jnp.ones(4)}, None, strategy())
+    with pytest.raises(ValueError, match="`typo.*` matches no parameter"):
+        sl.evaluation(loss, misspelt)(state, [X])
+
+
+def test_a_state_without_values_is_refused():
+    make = lambda: {"w": jnp.ones(4)}
+    abstract = sl.init(make, optax.sgd(0.1), strategy(), abstract=True)
+    measure = sl.evaluation(loss, strategy())
+    for call in (lambda: measure(abstract, [X]), lambda: abstract.with_weights(make())):
+        with pytest.raises(ValueError, match="abstract, of shapes alone: make it by `sl.init`"):
+            call()
+    replaced = sl.init(make, optax.sgd(0.1), strategy())
+    replaced.step.delete()
+    for call in (lambda: measure(replaced, [X]), lambda: replaced.with_weights(make())):
+        with pytest.raises(ValueError, match="through a step already.*the new one"):
+            call()
+
+
 def test_a_mean_over_nothing_adds_nothing():
     batch = {"x": X, "a": np.ones(16, "f"), "b": np.float32(np.arange(16) % 2)}
 
@@ -72,6 +95,72 @@ def test_a_mean_over_nothing_adds_nothing():
     parts, in_parts = stepped(strategy(), strategy(accumulate=2), both, batch)
     assert np.isfinite(in_parts["loss"]) and not parts.nonfinite and not whole.nonfinite
     assert np.isfinite(told["loss"])
+
+
+def test_means_are_summed_scaled_and_subtracted():
+    def several(model, batch, rng):
+        error, number = (batch @ model["w"] - 1) ** 2, batch.shape[0]
+        mean = sl.weighted_mean(error.sum(), number)
+        penalty = sl.weighted_mean(jnp.sum(model["w"] ** 2) * number, number)
+        return sum([mean / 2, 0.1 * penalty, -mean]) + 0.0 - 2 * penalty
+
+    _, metrics = stepped(strategy(), strategy(), several)
+    w = np.arange(4) * np.float32(0.1)
+    expected = -0.5 * np.mean((X @ w - 1) ** 2) - 1.9 * np.sum(w**2)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("term", "said"),
+    [
+        (lambda mean, x: mean + x, r"\+ other.*penalty.*sl.weighted_mean.term \* weight, weight"),
+        (lambda mean, x: x + mean, r"\+ other.*penalty.*sl.weighted_mean.term \* weight, weight"),
+        (lambda mean, x: 1.0 + mean, r"takes another `weighted_mean`; got 1.0"),
+        (lambda mean, x: np.float32(1) + mean, r"takes another `weighted_mean`; got"),
+        (lambda mean, x: mean - x, r"- other.*penalty"),
+        (lambda mean, x: 1.0 - mean, r"- other.*penalty"),
+        (lambda mean, x: mean * mean, "Multiply or divide a mean by a number"),
+        (lambda mean, x: mean / mean, "Multiply or divide a mean by a number"),
+        (lambda mean, x: 1 / mean, "Multiply or divide a mean by a number"),
+    ],
+)
+def test_what_is_no_mean_is_not_added_to_one(term, said):
+    with pytest.raises(ValueError, match=said):
+        term(sl.weighted_mean(jnp.float32(6.0), 3), jnp.float32(1.0))
+
+
+def test_a_number_is_not_gathered():
+    largest = lambda model, x, rng: sl.gather_batch((x @ model["w"]).max()).max()
+    said = r"gather_batch\(x=.*examples along dim 0.*`x.max\(\)\[None\]`"
+    with pytest.raises(ValueError, match=said):
+        stepped(strategy(), strategy(), largest)
+    with pytest.raises(ValueError, match=said):
+        sl.gather_batch(jnp.float32(1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (lambda: optax.contrib.sophia(0.1), "The optimizer wants obj_fn, which a step does not"),
+        (
+            lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+            "The optimizer wants grad_fn, which a step does not",
+        ),
+        (
+            lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5),
+            "wants parameters in a class of its own, with an attribute `fast`",
+        ),
+        (
+            lambda: optax.GradientTransformation(lambda params: params.slow, None),
+            r"`optimizer.init\(params\)`.*failed, AttributeError: .*no attribute 'slow'",
+        ),
+    ],
+    ids=["sophia", "sam", "lookahead", "init"],
+)
+def test_optimizers_that_want_what_a_step_lacks_are_refused(optimizer, said):
+    with pytest.raises(ValueError, match=said):
+        state = sl.init(lambda: {"w": jnp.ones(4)}, optimizer(), strategy(), abstract=True)
+        sl.train_step(loss, strategy()).trace(state, X)
 
 
 @pytest.mark.parametrize("of_state", [{}, {"exchange": sl.collectives.ParameterServer("data")}])
@@ -112,6 +201,42 @@ def test_gradients_are_divided_by_the_weight_in_their_own_dtype():
     narrow = strategy(precision=sl.Precision(reduce="bf16"))
     state, _ = stepped(narrow, narrow, mean, x.astype("f"), jnp.ones(4))
     np.testing.assert_array_equal(state.params["w"], np.float32(1) - np.float32(0.1))
+
+
+def test_means_norms_and_gradients_of_float64_are_float64():
+    draws = np.random.default_rng(1)
+    x, weight, w = draws.normal(size=(16, 4)), draws.random(16), draws.normal(size=4)
+    batch = {"x": x, "weight": weight}
+
+    def weighted(model, batch, rng):
+        error = (batch["x"] @ model["w"] - 1) ** 2 * batch["weight"]
+        mean = sl.weighted_mean(error.sum(), batch["weight"].sum())
+        return mean, {"plain": jnp.mean(batch["x"]), "share": sl.weighted_mean(error.sum(), 3)}
+
+    gradient = 2 * (weight * (x @ w - 1)) @ x / weight.sum()
+    norm = np.linalg.norm(gradient)
+    with jax.enable_x64(True):
+        clipped = strategy(precision="float64", accumulate=2, clip=0.1)
+        state, metrics = stepped(clipped, clipped, weighted, batch, jnp.asarray(w))
+    found = jax.device_get(metrics)
+    np.testing.assert_allclose(state.params["w"], w - 0.01 * gradient / norm, rtol=1e-14)
+    np.testing.assert_allclose(found["grad_norm"], norm, rtol=1e-14)
+    error = (x @ w - 1) ** 2 * weight
+    np.testing.assert_allclose(found["loss"], error.sum() / weight.sum(), rtol=1e-14)
+    np.testing.assert_allclose(found["weight"], weight.sum(), rtol=1e-14)
+    np.testing.assert_allclose(found["plain"], x.mean(), rtol=1e-13)
+    np.testing.assert_allclose(found["share"], error.sum() / 48, rtol=1e-14)
+
+
+def test_means_of_narrower_dtypes_and_counts_are_float32():
+    def counted(model, batch, rng):
+        mean = sl.weighted_mean(jnp.sum((batch @ model["w"]) ** 2).astype(jnp.bfloat16), 2.0)
+        return mean, {"count": sl.weighted_mean(jnp.sum(batch > 0), batch.shape[0])}
+
+    with jax.enable_x64(True):
+        _, metrics = stepped(strategy(), strategy(), counted, X, jnp.ones(4, jnp.float32))
+    for name in ("loss", "weight", "count", "grad_norm"):
+        assert metrics[name].dtype == np.float32, name
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool])

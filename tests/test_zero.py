@@ -710,6 +710,14 @@ def test_zero_accepts_the_names_of_fsdp_sharding_strategies(name, stage):
     )
 
 
+def test_an_axis_of_which_dcn_takes_a_factor_of_one_stays_within_a_pod():
+    for dcn in ("pod", "pod=2,data=1", "data = 1, pod = 2"):
+        found = strategy(zero=1, **HYBRID, dcn=dcn)
+        assert found.crossing == ("pod",)
+        assert found.zero_axes == ("data", "pod")
+        assert strategy(zero="HYBRID_SHARD", **HYBRID, dcn=dcn).zero_axes == ("data",)
+
+
 def test_hybrid_sharding_splits_within_pods_and_repeats_across_them():
     large = lambda: {"w": jnp.zeros((256, 512)), "b": jnp.zeros(512)}
     state = sl.init(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from shardlib.checks import _arguments as check
 
@@ -36,6 +37,25 @@ def array(
     if isinstance(value, jax.ShapeDtypeStruct) and not abstract:
         raise check.refusal(function, argument, value, takes)
     return value
+
+
+def values(function: str, argument: str, array: Any) -> None:
+    """Refuse a state without values: one of shapes alone, or one that a step has replaced.
+
+    `array` is one of its arrays, which all have values or none.
+    """
+    if isinstance(array, jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"`{function}({argument}=...)` takes a state with values, and this one is abstract, of "
+            "shapes alone: make it by `sl.init` without `abstract`."
+        )
+    # A traced array has no memory of its own that could be deleted.
+    is_held = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+    if is_held and array.is_deleted():
+        raise ValueError(
+            f"`{function}({argument}=...)`: this state has been through a step already, which put "
+            "the new one in its place: use that."
+        )
 
 
 def as_array(

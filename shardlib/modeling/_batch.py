@@ -28,8 +28,10 @@ from shardlib.layouts._specs import axes_within
 class WeightedMean:
     """A mean over the batch that a loss returns, as a sum with its weight; see `weighted_mean`.
 
-    Means may be scaled, and another may be added, whose own weight is another: its mean over the
-    whole batch counts, or over the microbatch.
+    Means may be multiplied and divided by a number, and another may be added, whose own weight is
+    another: its mean over the whole batch counts, or over the microbatch. A term that is the same
+    for all examples, such as a penalty on weights, is a mean too: its total is the term times the
+    weight.
 
     - `total`: the sum over this device's examples.
     - `weight`: what these examples weigh. The sum of all totals is divided by that of all weights.
@@ -42,9 +44,26 @@ class WeightedMean:
     weight: Any
 
     def __mul__(self, by: Any) -> "WeightedMean":
+        _refuse_mean("*", by)
         return WeightedMean(self.total * by, self.weight)
 
     __rmul__ = __mul__
+
+    def __truediv__(self, by: Any) -> "WeightedMean":
+        _refuse_mean("/", by)
+        return WeightedMean(self.total / by, self.weight)
+
+    def __rtruediv__(self, other: Any) -> None:
+        _refuse_mean("/", self)
+
+    def __neg__(self) -> "WeightedMean":
+        return -1 * self
+
+    def __sub__(self, other: "WeightedMean") -> "WeightedMean":
+        return self + _mean_to_add("-", other) * -1
+
+    def __rsub__(self, other: Any) -> "WeightedMean":
+        return _mean_to_add("-", other) - self
 
     def __add__(self, other: "WeightedMean") -> "WeightedMean":
         """Add another mean; the sum has this one's weight.
@@ -57,8 +76,10 @@ class WeightedMean:
         so every device adds the other's whole mean times its own weight, and the sum over devices,
         divided once, has it once.
         """
-        if not isinstance(other, WeightedMean):
-            return NotImplemented
+        # `sum` of several means begins with zero.
+        if isinstance(other, int | float) and other == 0:
+            return self
+        other = _mean_to_add("+", other)
         axes = split_axes()
         total, weight = other.total, other.weight
         if axes:
@@ -71,6 +92,29 @@ class WeightedMean:
         return WeightedMean(
             self.total + total / weight * lax.stop_gradient(self.weight), self.weight
         )
+
+    __radd__ = __add__
+
+
+def _refuse_mean(sign: str, by: Any) -> None:
+    """Refuse to multiply or divide by a mean, which gives none."""
+    if isinstance(by, WeightedMean):
+        raise ValueError(
+            f"`... {sign} weighted_mean(...)`: a product or quotient of a mean is no sum over "
+            "examples. Multiply or divide a mean by a number, or each example's term before they "
+            "are summed."
+        )
+
+
+def _mean_to_add(sign: str, other: Any) -> WeightedMean:
+    """A mean that is added to another one; all else is refused, which has no weight."""
+    if not isinstance(other, WeightedMean):
+        raise ValueError(
+            f"`weighted_mean(...) {sign} other` takes another `weighted_mean`; got "
+            f"{check.shown(other)}. A term that is the same for all examples, such as a penalty on "
+            "weights, is a mean too: `sl.weighted_mean(term * weight, weight)`."
+        )
+    return other
 
 
 def weighted_mean(total: Any, weight: Any) -> WeightedMean:
@@ -113,7 +157,8 @@ def split_axes() -> tuple[str, ...]:
 def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
     """The examples of every device, along dim 0, in the order of the batch.
 
-    Outside the step it is the array as it is.
+    Outside the step it is the array as it is. A number of each device, such as a largest one, is
+    gathered as an array of one: `sl.gather_batch(x.max()[None]).max()`.
 
     `names` are those of the other dims. Name a dim that a mesh axis splits, or it is gathered
     whole.
@@ -122,6 +167,10 @@ def gather_batch(x: jax.Array, *names: str | None) -> jax.Array:
     (4, 2)
     """
     check_arrays.array("gather_batch", "x", x)
+    # Without a batch that is split nothing is gathered, and a step would be the first to refuse it.
+    if not x.shape:
+        takes = "an array with the examples along dim 0: of a largest number, `x.max()[None]`"
+        raise check.refusal("gather_batch", "x", x, takes)
     for name in names:
         if not isinstance(name, str | None):
             raise check.refusal("gather_batch", "names", name, "names of dims, one by one, or None")

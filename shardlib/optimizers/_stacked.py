@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
+from shardlib.modeling._random import is_key
 from shardlib.optimizers._local import check_wrapped
 
 
@@ -24,7 +27,8 @@ def per_layer_and_expert(
     outside.
 
     Args:
-        optimizer: an optax transformation. It sees one member at a time.
+        optimizer: an optax transformation. It sees one member at a time; if its state has a random
+            key, as that of `optax.noisy_sgd` does, each member has a key of its own.
         stacked: `(path, parameter) -> int`, how many leading dims of a parameter count its members;
             0 for a parameter by itself. A path is text such as `"blocks/mlp/up"`.
 
@@ -58,8 +62,10 @@ class _ByMember:
     def init(self, params: Any) -> Any:
         """The state of each parameter by itself."""
         states = []
-        for path, parameter in named_leaves(params):
-            states.append(self._mapped(path, parameter, self.optimizer.init)(parameter))
+        for number, (path, parameter) in enumerate(named_leaves(params)):
+            state = self._mapped(path, parameter, self.optimizer.init)(parameter)
+            # An optimizer begins with the same key for each member, and all would draw alike.
+            states.append(jax.tree.map(partial(_own_keys, number), state))
         return jax.tree.unflatten(jax.tree.structure(params), states)
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -105,3 +111,15 @@ class _ByMember:
         for _ in range(dims):
             function = jax.vmap(function)
         return function
+
+
+def _own_keys(number: int, leaf: Any) -> Any:
+    """An array of the state of the parameter with a number; if of keys, each is another one."""
+    if not is_key(leaf):
+        return leaf
+
+    def own_key(key: jax.Array, member: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, number), member)
+
+    keys = leaf.reshape(-1)
+    return jax.vmap(own_key)(keys, jnp.arange(keys.size)).reshape(leaf.shape)

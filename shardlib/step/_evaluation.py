@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._placement import place
 from shardlib.layouts._specs import keep_axes
 from shardlib.modeling._batch import WeightedMean
@@ -23,7 +24,7 @@ from shardlib.step._microbatches import every_nth, microbatches_of
 from shardlib.step._pipelined import Pipelined, Programs
 from shardlib.step._scopes import LOSS
 from shardlib.step._state import Layout, State, combine, shapes_together, together
-from shardlib.step._step_calls import check_compiles
+from shardlib.step._step_calls import check_compiles, check_kept
 from shardlib.step._strategy import Strategy
 from shardlib.step._weights import evaluate_loss, step_parameters, with_partitionable_lookups
 
@@ -72,6 +73,7 @@ class Evaluation:
         `shardlib.data.Sequences`, gives each of its examples exactly once.
         """
         check.kind("evaluation", "state", state, State, "the `State` that `sl.init` makes")
+        check_arrays.values("evaluation", "state", state.step)
         check.whole("evaluation", "at_most", at_most, "a number of batches", least=1, optional=True)
         # Of workers that train apart, their mean is measured.
         state = together(state)
@@ -135,6 +137,7 @@ class Evaluation:
     def _run(self, state: State, batch: Any) -> dict[str, WeightedMean]:
         """The means of one batch, as it is traced."""
         strategy, params = self.strategy, combine(state.params, state.frozen)
+        check_kept(params, strategy)
         named = place(state.layout.named, params)
         splits = state.layout.splits(params)
         # All parameters are taken for frozen ones: nothing is differentiated.

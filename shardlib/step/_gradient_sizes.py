@@ -1,6 +1,7 @@
 """Norms of gradients whose shards are on many devices, and sketches to estimate norms by."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -42,20 +43,22 @@ def squares(
         # Devices along an axis that does not split an array all have it, and all are summed.
         copies = parts_over(mesh_shape, axes_without(every, own_axes))
         found.append(sum_of_squares(x) / copies)
+    # In the widest of their dtypes, which strict promotion would not find by itself.
+    widest = reduce(jnp.promote_types, [square.dtype for square in found])
     # Stacked, so that there is one small sum over devices for all arrays.
-    stacked = jnp.stack(found)
+    stacked = jnp.stack([square.astype(widest) for square in found])
     if not every:
         return stacked
     return lax.psum(stacked, every)
 
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
-    """The sum of the squares of an array, added up in 32 bits or more.
+    """The sum of the squares of an array, in 32 bits or in its own, if these are more.
 
     In 16 bits, a sum of thousands of squares stops growing long before it is done.
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jnp.sum(_square(wide)).astype(jnp.float32)
+    return jnp.sum(_square(wide))
 
 
 def _all_axes(axes: Sequence[tuple[str, ...]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:

@@ -188,7 +188,7 @@ class _StateBuilder:
         errors: Any = {}
         if self.optimizer is not None:
             check_trainable(params, frozen, parts.rest, self.trainable, self.strategy)
-            opt_state = self.optimizer.init(params)
+            opt_state = _first_state(self.optimizer, params)
         key = jax.random.key(self.seed, impl=self._generator)
         count = jnp.int32(0)
         if self.optimizer is not None:
@@ -224,6 +224,18 @@ class _StateBuilder:
         by_path = tuple(sorted(names.items()))
         layout = Layout(parts.definition, self.optimizer, self.strategy, by_path, rules)
         return _FirstTrace(names, layout)
+
+
+def _first_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    """The optimizer's state before the first step."""
+    try:
+        return optimizer.init(params)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"`init(optimizer=...)`: `optimizer.init(params)` of the model's trained parameters "
+            f"failed, {type(error).__name__}: {error}. An optimizer must take them in the tree "
+            "that the model has, and be one that `jax.jit` can trace."
+        ) from error
 
 
 def _checked_layout(

@@ -182,13 +182,28 @@ def _as_mean(name: str, value: Any, rows: int) -> WeightedMean:
         _check_number(name, value.total, may_be_array=name != "loss")
         _check_differentiable(name, value.total)
         _check_number(name, value.weight)
+        dtype = _wide_dtype(value.total, value.weight)
         return WeightedMean(
-            jnp.asarray(value.total, jnp.float32),
-            lax.stop_gradient(jnp.asarray(value.weight, jnp.float32)),
+            jnp.asarray(value.total, dtype),
+            lax.stop_gradient(jnp.asarray(value.weight, dtype)),
         )
     _check_number(name, value)
     _check_differentiable(name, value)
-    return WeightedMean(jnp.asarray(value, jnp.float32) * rows, jnp.float32(rows))
+    dtype = _wide_dtype(value)
+    return WeightedMean(jnp.asarray(value, dtype) * rows, jnp.asarray(rows, dtype))
+
+
+def _wide_dtype(*parts: Any) -> Any:
+    """The dtype in which a total and its weight are added up: float32, or a wider one of theirs.
+
+    A Python number has no dtype of its own, and a whole number is promoted to float32.
+    """
+    dtype: Any = jnp.dtype(jnp.float32)
+    for part in parts:
+        if isinstance(part, jax.Array | np.ndarray | np.generic):
+            # Without `jax_enable_x64`, JAX has no array of NumPy's float64.
+            dtype = jnp.promote_types(dtype, jnp.result_type(part))
+    return dtype
 
 
 def _check_number(name: str, part: Any, *, may_be_array: bool = False) -> None:

@@ -23,6 +23,11 @@ from shardlib.step._state import State
 from shardlib.step._strategy import Strategy
 from shardlib.step._streamed_update import Owner, streamed_update
 
+# How Python, or an optimizer of optax itself, says that `update` lacks an argument.
+_MISSING = re.compile(
+    r"missing \d+ required keyword-only arguments?: (.*)|(\w+) must be provided\b"
+)
+
 
 class Update(NamedTuple):
     """What a step makes of a gradient."""
@@ -228,12 +233,21 @@ def _updated(
         extra = {name: value for name, value in extra.items() if name in accepted}
     try:
         return optimizer.update(gradient, opt_state, params, **extra)
-    except TypeError as error:
-        missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
+    except AttributeError as error:
+        # Of anything else it is an error within the optimizer.
+        if error.obj is not params:
+            raise
+        raise ValueError(
+            f"The optimizer wants parameters in a class of its own, with an attribute "
+            f"`{error.name}`, and a step gives it those of the model as they are. Optimizers such "
+            "as `optax.lookahead` are not supported."
+        ) from error
+    except (TypeError, ValueError) as error:
+        missing = _MISSING.search(str(error))
         if missing is None:
             raise
         raise ValueError(
-            f"The optimizer wants {missing[1]}, which a step does not provide: it gives `value`, "
-            "the loss of the whole batch, and `grad`, its gradient. Line searches, which evaluate "
-            "the loss again, are not supported."
+            f"The optimizer wants {missing[1] or missing[2]}, which a step does not provide: it "
+            "gives `value`, the loss of the whole batch, and `grad`, its gradient. Optimizers that "
+            "evaluate the loss again, such as line searches, are not supported."
         ) from error

@@ -24,6 +24,7 @@ from shardlib.step._state import State, shapes_together, state_shardings
 from shardlib.step._workers import (
     Workers,
     mean_of_workers,
+    repeated,
     spread,
     workers_in,
     workers_of,
@@ -83,7 +84,12 @@ def with_these_workers(state: State, like: State) -> State:
             spread_out = Workers(params, opt_state, rest, read.kept)
             return state.replaced(workers=_with_kept(spread_out, like))
     state = _without_workers(state, like)
-    return state if wanted is None else _with_workers_of(state, like)
+    if wanted is None:
+        return state
+    versions: Any = ()
+    if read is not None and wanted.has_server:
+        versions = read.versions
+    return _with_workers_of(state, like, versions)
 
 
 def _without_workers(state: State, like: State) -> State:
@@ -104,18 +110,24 @@ def _without_workers(state: State, like: State) -> State:
     return state.replaced(params=params, opt_state=opt_state, rest=rest, workers=None)
 
 
-def _with_workers_of(state: State, like: State) -> State:
-    """A run without workers with as many as `like` has, which all begin with what it has."""
+def _with_workers_of(state: State, like: State, versions: Any) -> State:
+    """A run without workers with as many as `like` has, which all begin with what it has.
 
-    def begun(params: Any, opt_state: Any, rest: Any) -> tuple[Any, Any, Any]:
-        workers = like.layout.of_own(params, opt_state, rest)
+    `versions` are those of the workers that the same server had before, or empty.
+    """
+
+    def begun(params: Any, opt_state: Any, rest: Any, versions: Any) -> tuple[Any, Any, Any]:
+        workers: Any = like.layout.of_own(params, opt_state, rest)
+        if jax.tree.leaves(versions):
+            # The last worker has seen all updates, which new ones are given too.
+            workers = workers._replace(versions=repeated(versions[-1], like.layout.workers))
         return params, opt_state if like.layout.has_server else (), workers
 
     shardings = state_shardings(like)
     program = jax.jit(
         begun, out_shardings=(shardings.params, shardings.opt_state, shardings.workers)
     )
-    params, opt_state, workers = program(state.params, state.opt_state, state.rest)
+    params, opt_state, workers = program(state.params, state.opt_state, state.rest, versions)
     return state.replaced(params=params, opt_state=opt_state, rest=(), workers=workers)
 
 

@@ -56,8 +56,11 @@ def step_around_server(
         served, given = _updated(strategy, state, gradients, found.metrics)
     with jax.named_scope(EXCHANGE):
         params = exchanged.to_workers(given.params)
+    taken = jnp.ones_like(given.nonfinite)
+    if strategy.skips:
+        taken -= given.nonfinite
     # The last worker has seen all updates so far.
-    versions = workers.versions[-1] + jnp.cumsum(1 - given.nonfinite)
+    versions = workers.versions[-1] + jnp.cumsum(taken)
     rest = found.rest
     if strategy.skips:
         rest = jax.tree.map(partial(_of_finite, given.nonfinite == 0), rest, workers.rest)

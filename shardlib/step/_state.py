@@ -288,6 +288,7 @@ class State:
         order than the model's. Where workers have parameters of their own, all are given these;
         what their optimizers have gathered stays, so do it right after a meeting.
         """
+        check_arrays.values("with_weights", "state", self.step)
         parameters = combine(self.params, self.frozen)
         given = dict(named_leaves(weights))
         _check_weights(given, dict(named_leaves(parameters)))

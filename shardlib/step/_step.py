@@ -47,11 +47,19 @@ from shardlib.step._pipelined import Programs
 from shardlib.step._remat_budget import FittedRemat, fit_remat, host_room, loops_of
 from shardlib.step._scopes import OPTIMIZER
 from shardlib.step._server import step_around_server
-from shardlib.step._state import Layout, State, drop_weak_types, state_shardings, state_specs
+from shardlib.step._state import (
+    Layout,
+    State,
+    combine,
+    drop_weak_types,
+    state_shardings,
+    state_specs,
+)
 from shardlib.step._step_calls import (
     check_call,
     check_compiles,
     check_experts,
+    check_kept,
     check_layout,
     explained,
     is_traced,
@@ -266,6 +274,7 @@ class Step:
         key = state.program_key
         if key not in self._jitted_by_state:
             check_layout(state.layout, self.strategy)
+            check_kept(combine(state.params, state.frozen), self.strategy)
             mesh = self.strategy.device_mesh
             shardings = state_shardings(state)
             self._jitted_by_state[key] = jax.jit(

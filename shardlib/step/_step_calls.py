@@ -8,11 +8,13 @@ import jax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.layouts._rules import BATCH, EXPERTS
 from shardlib.layouts._specs import as_tuple, spec_axes
 from shardlib.step._init_checks import check_sender
 from shardlib.step._layer_order import check_order
+from shardlib.step._precision import check_patterns
 from shardlib.step._state import Layout, State
 from shardlib.step._strategy import Strategy
 
@@ -88,6 +90,15 @@ def check_layout(layout: Layout, strategy: Strategy) -> None:
             )
     check_sender(layout.optimizer, strategy)
     check_order(made_for, strategy, dict(layout.names))
+
+
+def check_kept(params: Any, strategy: Strategy) -> None:
+    """Refuse `Precision(keep=...)` with a pattern that matches none of these parameters.
+
+    The strategy that the state was made with may have had another precision.
+    """
+    paths = [path for path, _ in named_leaves(params)]
+    check_patterns("Precision(keep=...)", strategy.dtypes.keep, paths)
 
 
 def check_experts(layout: Layout, strategy: Strategy, used: set[str]) -> None:

@@ -384,8 +384,13 @@ class Strategy:
         if not isinstance(self.mesh, str):
             return slow_axes(self.mesh)
         # Each entry is an axis, or an axis and the factor of it that crosses: "pod", "data=2".
-        entries = [entry.strip() for entry in self.dcn.split(",")]
-        return tuple(entry.split("=")[0].strip() for entry in entries if entry)
+        crossing: list[str] = []
+        for entry in self.dcn.split(","):
+            name, _, factor = entry.partition("=")
+            # An axis with a factor of one stays within a slice.
+            if name.strip() and factor.strip().lstrip("0") != "1":
+                crossing.append(name.strip())
+        return tuple(crossing)
 
     @cached_property
     def sharding(self) -> Zero:

@@ -250,7 +250,8 @@ class StepParameter:
     def _made_whole(self, stored: jax.Array, consumed_dims: int) -> jax.Array:
         """The whole parameter, or one layer of it, where it is used."""
         with jax.named_scope(GATHER):
-            if self.on_host and consumed_dims == 0:
+            # A scalar has no dim along which it could be copied in parts.
+            if self.on_host and consumed_dims == 0 and self.shape:
                 stored = copied_in_parts(stored, self._compute, self._copied_dim)
             else:
                 stored = to_device(stored)
