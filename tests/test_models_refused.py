@@ -24,7 +24,8 @@ def made(config):
 def test_tokens_that_are_none_make_the_loss_nan_and_masked_ones_nothing(fused):
     model = made(replace(CONFIG, fused_loss=fused))
     with sl.unsharded():
-        for wrong in (-1, -100, 12):
+        # 10 and 11 are rows that `vocab_multiple` adds.
+        for wrong in (-1, -100, 10, 11, 12):
             found = gpt.loss(model, {"tokens": TOKENS.at[0, 8].set(wrong)})
             assert np.isnan(found.total)
             mask = jnp.ones((1, 8)).at[0, 7].set(0)
@@ -32,6 +33,18 @@ def test_tokens_that_are_none_make_the_loss_nan_and_masked_ones_nothing(fused):
             expected = gpt.loss(model, {"tokens": TOKENS, "mask": mask})
             np.testing.assert_allclose(left_out.total, expected.total, rtol=1e-6)
         assert np.isnan(model._embed(jnp.array([[-1, 12]]))).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 8), (2, 9), (8,)])
+def test_a_mask_has_a_number_for_each_target(shape):
+    batch = {"tokens": TOKENS.repeat(2, 0), "mask": jnp.ones(shape)}
+    with sl.unsharded():
+        model = made(CONFIG)
+        of_mask = lambda: gpt.loss(model, batch)  # noqa: E731
+        with pytest.raises(ValueError, match=r"and targets are \[2, 8\]"):
+            jax.eval_shape(of_mask)
+        with pytest.raises(ValueError, match=r"and targets are \[2, 8\]"):
+            gpt.cross_entropy(jnp.zeros((2, 8, 12)), TOKENS.repeat(2, 0)[:, 1:], batch["mask"])
 
 
 def test_lengths_of_prompts_are_no_padding():
