@@ -39,7 +39,7 @@ class MoEConfig(gpt.GPTConfig):
       `sl.experts.balanced(optimizer)`.
     - `every`: one block of so many has experts, the last of them; by default all have.
     - `group`: how many consecutive tokens share the places of the experts; by default a sequence,
-      and always the new tokens of one while a model generates.
+      and always the new tokens of one while a model generates or translates.
     - `form`: `"dropless"` sends each token to all of its experts, see `sl.experts.dropless`;
       `"scatter"` and `"einsum"` give an expert so many places, see `sl.experts.moe`. By default
       nothing is dropped where the router has no capacity.

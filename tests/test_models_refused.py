@@ -40,7 +40,7 @@ def test_a_mask_has_a_number_for_each_target(shape):
     batch = {"tokens": TOKENS.repeat(2, 0), "mask": jnp.ones(shape)}
     with sl.unsharded():
         model = made(CONFIG)
-        of_mask = lambda: gpt.loss(model, batch)  # noqa: E731
+        of_mask = lambda: gpt.loss(model, batch)
         with pytest.raises(ValueError, match=r"and targets are \[2, 8\]"):
             jax.eval_shape(of_mask)
         with pytest.raises(ValueError, match=r"and targets are \[2, 8\]"):
