@@ -78,6 +78,27 @@ def test_a_router_is_a_router():
         moe.tiny(router="top2")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"form": "nonsense"}, "form='nonsense'.*'dropless' or 'scatter' or 'einsum', or None"),
+        (
+            {"form": "dropless", "router": sl.experts.TopK(2, capacity=1.0)},
+            'form="dropless", router=.*say `capacity=None`',
+        ),
+        ({"balance_bias": True}, "balance_bias=True, router=TopK.*has no use for a bias"),
+        ({"router": sl.experts.ExpertChoice()}, "among later tokens too.*sees_later_tokens=True"),
+        ({"router": sl.experts.Hash()}, "reads `ids`, which blocks do not give it"),
+        ({"router": sl.experts.NoisyTopK(2)}, "reads `noise_logits`"),
+    ],
+)
+def test_fields_of_experts_that_do_not_go_together_are_refused(changes, message):
+    with pytest.raises(ValueError, match=rf"MoEConfig\(.*{message}"):
+        moe.tiny(**changes)
+    with pytest.raises(ValueError, match=rf"TranslationConfig\(.*{message}"):
+        translation.tiny(**{"router": sl.experts.TopK(2), **changes})
+
+
 def test_experts_of_another_width_are_described_as_they_are():
     config = moe.mixtral_8x7b(
         layers=2, width=16, heads=4, kv_heads=2, hidden=32, expert_hidden=24, context=16, vocab=40
