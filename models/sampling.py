@@ -14,13 +14,14 @@ from models.gpt import GPT
 # A cache has some multiple of this many slots: so the axes of a context divide it, and on TPUs
 # nothing is padded.
 SLOTS = 128
+LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How a token is chosen.
 
-    - `temperature`: logits are divided by it; 0 takes the likeliest token.
+    - `temperature`: logits are divided by it, at least 1e-6; 0 takes the likeliest token.
     - `top_k`: only so many of the likeliest tokens are drawn from.
     - `top_p`: only the likeliest tokens that together have this share of the probability, what
       `top_k` leaves being all of it, are drawn from, and the likeliest always.
@@ -33,8 +34,11 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise _refusal("temperature", self.temperature, "a finite number, at least 0")
+        # By smaller ones logits overflow, or they are 0 in float32 themselves.
+        is_zero = _is_number(self.temperature) and self.temperature == 0
+        if not is_zero and not _is_number(self.temperature, LEAST_TEMPERATURE):
+            takes = f"0, which takes the likeliest token, or a number, at least {LEAST_TEMPERATURE}"
+            raise _refusal("temperature", self.temperature, takes)
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise _refusal("top_k", self.top_k, "a whole number, at least 1, or None")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
@@ -73,8 +77,8 @@ class Sampling:
         return logits_BV
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
+def _is_number(value: Any, least: float = 0) -> bool:
+    return type(value) in (int, float) and least <= value < math.inf
 
 
 def _refusal(name: str, value: Any, takes: str) -> ValueError:

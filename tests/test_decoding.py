@@ -356,6 +356,7 @@ PROMPTS = np.ones((2, 4), np.int32)
         (lambda model: decoding.pad([[1], []]), "prompts of [1, 0] tokens"),
         (lambda model: Sampling(temperature=-1), "`Sampling(temperature=-1)`"),
         (lambda model: Sampling(temperature=float("nan")), "`Sampling(temperature=nan)`"),
+        (lambda model: Sampling(temperature=1e-38), "or a number, at least 1e-06"),
         (lambda model: Sampling(top_k=0), "`Sampling(top_k=0)`"),
         (lambda model: Sampling(top_k=2.0), "`Sampling(top_k=2.0)`"),
         (lambda model: Sampling(top_p=0), "`Sampling(top_p=0)`"),
