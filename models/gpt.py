@@ -162,6 +162,7 @@ class GPT(nnx.Module):
     ) -> tuple[jax.Array, Seen]:
         """The residual stream before the first block, and what blocks see beside it."""
         config = self.config
+        check_rows(type(self).__name__, tokens_BS)
         if (S := tokens_BS.shape[1]) > config.context:
             raise ValueError(
                 f"A sequence of {S} tokens does not fit "
@@ -264,6 +265,15 @@ class GPT(nnx.Module):
         return _of_known(targets_BS, self.config.vocab, losses_BS)
 
 
+def check_rows(what: str, tokens_BS: jax.Array) -> None:
+    """Refuse what are no rows of tokens, for the function or the model of this name."""
+    if tokens_BS.ndim != 2 or not jnp.issubdtype(tokens_BS.dtype, jnp.integer):
+        raise ValueError(
+            f"`{what}` takes rows of tokens, whole numbers of shape `[rows, tokens]`; got "
+            f"{tokens_BS.dtype}{list(tokens_BS.shape)}. A row alone is `tokens[None]`."
+        )
+
+
 def turned(seen: Seen, config: GPTConfig, positions: jax.Array) -> Seen:
     """What blocks see of tokens at these positions, with their rotations."""
     rotation = rotations(positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
@@ -293,6 +303,7 @@ def shifted(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Arra
     tokens to leave out the first or the last, and stages of a pipeline cannot.
     """
     tokens, segments = batch["tokens"], batch.get("segments")
+    check_rows('loss(batch["tokens"])', tokens)
     parts = [tokens[:, :-1], tokens[:, 1:]]
     if segments is not None:
         parts.append(segments[:, :-1])

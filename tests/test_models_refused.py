@@ -47,6 +47,19 @@ def test_a_mask_has_a_number_for_each_target(shape):
             gpt.cross_entropy(jnp.zeros((2, 8, 12)), TOKENS.repeat(2, 0)[:, 1:], batch["mask"])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "got"),
+    [(TOKENS[0], r"int32\[9\]. A row alone is `tokens\[None\]`"), (1.0 * TOKENS, "float32")],
+)
+def test_models_and_losses_take_rows_of_tokens(tokens, got):
+    model = made(CONFIG)
+    with sl.unsharded():
+        with pytest.raises(ValueError, match=f"`GPT` takes rows of tokens, .*got {got}"):
+            model(tokens)
+        with pytest.raises(ValueError, match=rf"`loss\(batch.*takes rows of tokens, .*got {got}"):
+            gpt.loss(model, {"tokens": tokens})
+
+
 def test_lengths_of_prompts_are_no_padding():
     model = made(CONFIG)
     with sl.unsharded():
