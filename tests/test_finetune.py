@@ -445,6 +445,21 @@ def test_patterns_and_formats_are_read_from_the_command_line(tmp_path):
     assert recorded(tmp_path / "run.json") == run
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (CONFIG, {"contxt": 8}, r"contxt=...\)`: `GPTConfig` has no.*did you mean `context`\?"),
+        (MIXTRAL, {"exprts": 8}, r"`MoEConfig` has no such field; did you mean `experts`\?"),
+        (CONFIG, {"balance_bias": True}, "no such field; it has layers, width, "),
+    ],
+)
+def test_fields_of_a_published_model_are_changed_by_their_names(config, changes, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hub.description(config)))
+    assert hub.config(tmp_path, context=8).context == 8
+    with pytest.raises(ValueError, match=message):
+        hub.config(tmp_path, **changes)
+
+
 def test_a_run_is_tuned_with_its_own_markers(tmp_path):
     tokenizer = published(tmp_path / "small") / "tokenizer.json"
     markers = {"end": "<end>", "begin": "<s>", "unknown": "<unk>"}
