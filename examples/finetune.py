@@ -55,7 +55,8 @@ def tuned(start: str, files: str) -> Run:
         before = recorded(folder / "run.json")
         model, strategy, cache = before.model, before.strategy, before.cache
         tokenizer = tokenizer_of(start)
-        data = Corpus(files, tokenizer=tokenizer, end=before.data.end, begin=before.data.begin)
+        markers = {name: getattr(before.data, name) for name in ("end", "begin", "unknown")}
+        data = Corpus(files, tokenizer=tokenizer, **markers)
     elif (folder / "config.json").exists():
         model, data = published_model(folder, CONTEXT), published_texts(folder, files)
         strategy, cache = sl.Strategy(mesh="data=-1", rules=sl.rules.data, zero=3), ""

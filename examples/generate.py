@@ -90,14 +90,15 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest token each time")
     add("--top-k", type=int, help="draw from so many of the likeliest tokens")
     add("--top-p", type=float, help="draw from the likeliest with this share of the probability")
-    add("--seed", type=int, default=0, help="of what is drawn, a whole number of 63 bits")
+    add("--seed", type=int, default=0, help="of what is drawn, a whole number of 32 bits")
     add("--mesh", help="by default that of the run")
     add("--rules", help="by default those of the run; written as for `train_lm.py`")
     add("--step", type=int, help="of the checkpoint; by default the newest")
     add("--chunk", type=int, help="read prompts so many tokens at a time")
     asked = parser.parse_args(arguments)
-    if not 0 <= asked.seed < 2**63:
-        parser.error(f"`--seed {asked.seed}` is no whole number of 63 bits.")
+    # JAX makes a key of the last 32 bits: seeds that have these in common would be one.
+    if not 0 <= asked.seed < 2**32:
+        parser.error(f"`--seed {asked.seed}`: a whole number of 32 bits, 0 to {2**32 - 1:,}.")
     return asked
 
 

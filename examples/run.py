@@ -221,7 +221,7 @@ class Run:
     - `loop`: how long it is, and what happens on the way.
     - `evaluation_batches`: at most so many batches of held-out text are measured at a time.
     - `across_documents`: whether a token sees the documents before its own that share its sequence.
-    - `seed`: of the model, of the order of the data, and of dropout.
+    - `seed`: of the model, of the order of the data, and of dropout; a whole number of 32 bits.
     - `folder`, `cache`: where the run, and the tokens of its data, are kept.
     - `tensorboard`: whether to write curves for TensorBoard too.
     - `prompt`: what the sample at the end begins with; none is written where it is empty.
@@ -260,7 +260,8 @@ class Run:
                 f"lora.rank={self.lora.rank})`: with factors all else is frozen already; choose "
                 "layers by `--lora.paths`, and leave `frozen` out."
             )
-        _check_whole(self, "seed", least=0, most=2**63 - 1)
+        # JAX makes a key of the last 32 bits: seeds that have these in common would be one.
+        _check_whole(self, "seed", least=0, most=2**32 - 1)
         for name in ("name", "folder", "cache", "prompt", "start"):
             value = getattr(self, name)
             if not isinstance(value, str) or (name == "name" and not value):

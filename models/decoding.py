@@ -22,6 +22,7 @@ the sum of exponentials and the result of each query; keys and values stay where
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from flax import nnx
 from jax.core import Tracer
 
 import shardlib as sl
-from models.gpt import GPT, Seen, turned
+from models.gpt import GPT, Seen, check_rows, turned
 from models.layers import Attention, Names
 
 # Layers are whole on every device: were they split, each turn of the loop would gather all of them.
@@ -91,6 +92,7 @@ def pad(prompts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     >>> tokens_BS.tolist(), padding_B.tolist()
     ([[5, 6, 7], [0, 0, 8]], [0, 2])
     """
+    prompts = [_prompt(number, prompt) for number, prompt in enumerate(prompts)]
     sizes = [len(prompt) for prompt in prompts]
     if not sizes or min(sizes) == 0:
         raise ValueError(
@@ -104,6 +106,18 @@ def pad(prompts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     return tokens_BS, np.array([longest - size for size in sizes], np.int32)
 
 
+def _prompt(number: int, prompt: Any) -> np.ndarray:
+    """The tokens of the prompt of this number, from 0."""
+    tokens = np.asarray(prompt)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise ValueError(
+            f"`pad`: prompt {number} is {tokens.dtype}{list(tokens.shape)}: each is a row of "
+            "tokens, whole numbers, and all are in a list. One alone is `[prompt]`; texts are "
+            "encoded before."
+        )
+    return tokens
+
+
 def names_of(model: GPT) -> Names:
     """The names of the dims of a model's cache."""
     return CACHE if model.config.latent is None else LATENT_CACHE
@@ -112,6 +126,7 @@ def names_of(model: GPT) -> Names:
 def empty(model: GPT, rows: int, slots: int, padding_B: Any = None) -> Cache:
     """A cache without tokens, for prompts that `extend` reads a block at a time."""
     check_cached(model)
+    rows, slots = checked_count("empty", rows=rows), checked_count("empty", slots=slots)
     config, latent = model.config, model.config.latent
     heads, sizes = config.dims["kv_heads"], (config.dims["head_dim"],) * 2
     if latent is not None:
@@ -136,7 +151,8 @@ def prefill(
     Attention is that of training: by its kernels, and over sequences split as its rules say.
     """
     check_cached(model)
-    tokens_BS = checked_tokens("prefill", tokens_BS)
+    tokens_BS = checked_tokens("prefill", model, tokens_BS)
+    slots = checked_count("prefill", slots=slots)
     rows, S = tokens_BS.shape
     check_room(model, slots, 0, S, padding_B)
     return _prefill(model, tokens_BS, slots, checked_padding(padding_B, rows, S))
@@ -180,7 +196,7 @@ def extend(model: GPT, tokens_BS: Any, cache: Cache) -> tuple[jax.Array, Cache]:
     each other. The cache is donated: what was given is gone, and what is returned has its place.
     One that is full is refused. A `jax.jit` around this cannot see that: there, logits are nan.
     """
-    tokens_BS = checked_tokens("extend", tokens_BS)
+    tokens_BS = checked_tokens("extend", model, tokens_BS)
     if tokens_BS.shape[0] != cache.k_LBGCK.shape[1]:
         raise ValueError(
             f"`extend` of {tokens_BS.shape[0]} rows of tokens and a cache of "
@@ -363,14 +379,42 @@ def check_cached(model: GPT) -> None:
         )
 
 
-def checked_tokens(what: str, tokens_BS: Any) -> jax.Array:
-    """Rows of tokens as an array, for the function of this name."""
-    tokens_BS = jnp.asarray(tokens_BS)
-    whole = jnp.issubdtype(tokens_BS.dtype, jnp.integer)
-    if tokens_BS.ndim != 2 or not tokens_BS.size or not whole:
+def whole_number(value: Any) -> int | None:
+    """A whole number as an `int`, of NumPy too; None where it is none."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def checked_count(what: str, **counts: Any) -> int:
+    """A count as an `int`, given by its name to the function of this name."""
+    ((name, value),) = counts.items()
+    count = whole_number(value)
+    if count is None or count < 1:
+        raise ValueError(f"`{what}({name}={repr(value)[:200]})`: a whole number, at least 1.")
+    return count
+
+
+def checked_tokens(what: str, model: GPT, given: Any) -> jax.Array:
+    """Rows of the model's tokens as an array, for the function of this name."""
+    try:
+        tokens_BS = jnp.asarray(given)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"`{what}` takes rows of tokens, whole numbers of shape `[rows, tokens]`; got "
-            f"{tokens_BS.dtype}{list(tokens_BS.shape)}."
+            f"`{what}` takes rows of tokens, whole numbers of shape `[rows, tokens]`, as one "
+            "array. Prompts of several lengths are one by `decoding.pad`, which says how much each "
+            f"is padded. Got what is none: {error}"
+        ) from error
+    check_rows(what, tokens_BS)
+    if not tokens_BS.size:
+        raise ValueError(f"`{what}` got {list(tokens_BS.shape)} tokens: give at least one a row.")
+    # NumPy's array as it is: JAX may leave out the upper half of a number.
+    known, vocab = _known(given if isinstance(given, np.ndarray) else tokens_BS), model.config.vocab
+    if known is not None and not 0 <= known.min() <= known.max() < vocab:
+        raise ValueError(
+            f"`{what}`: tokens are from {known.min()} to {known.max()}, and the model has 0 to "
+            f"{vocab - 1}. Encode texts by the tokenizer that it has learned with."
         )
     return tokens_BS
 
@@ -418,9 +462,9 @@ def _least(padding_B: Any) -> int | None:
     return None if known is None else int(known.min())
 
 
-def _known(padding_B: Any) -> np.ndarray | None:
-    """How much rows are padded; None where only the running program knows."""
-    traced = isinstance(padding_B, Tracer)
-    if traced or (isinstance(padding_B, jax.Array) and not padding_B.is_fully_addressable):
+def _known(numbers: Any) -> np.ndarray | None:
+    """What is in an array; None where only the running program knows."""
+    traced = isinstance(numbers, Tracer)
+    if traced or (isinstance(numbers, jax.Array) and not numbers.is_fully_addressable):
         return None
-    return np.asarray(padding_B)
+    return np.asarray(numbers)

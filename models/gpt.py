@@ -162,6 +162,7 @@ class GPT(nnx.Module):
     ) -> tuple[jax.Array, Seen]:
         """The residual stream before the first block, and what blocks see beside it."""
         config = self.config
+        check_rows(type(self).__name__, tokens_BS)
         if (S := tokens_BS.shape[1]) > config.context:
             raise ValueError(
                 f"A sequence of {S} tokens does not fit "
@@ -264,6 +265,15 @@ class GPT(nnx.Module):
         return _of_known(targets_BS, self.config.vocab, losses_BS)
 
 
+def check_rows(what: str, tokens_BS: jax.Array) -> None:
+    """Refuse what are no rows of tokens, for the function or the model of this name."""
+    if tokens_BS.ndim != 2 or not jnp.issubdtype(tokens_BS.dtype, jnp.integer):
+        raise ValueError(
+            f"`{what}` takes rows of tokens, whole numbers of shape `[rows, tokens]`; got "
+            f"{tokens_BS.dtype}{list(tokens_BS.shape)}. A row alone is `tokens[None]`."
+        )
+
+
 def turned(seen: Seen, config: GPTConfig, positions: jax.Array) -> Seen:
     """What blocks see of tokens at these positions, with their rotations."""
     rotation = rotations(positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
@@ -293,6 +303,7 @@ def shifted(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Arra
     tokens to leave out the first or the last, and stages of a pipeline cannot.
     """
     tokens, segments = batch["tokens"], batch.get("segments")
+    check_rows('loss(batch["tokens"])', tokens)
     parts = [tokens[:, :-1], tokens[:, 1:]]
     if segments is not None:
         parts.append(segments[:, :-1])
@@ -306,25 +317,45 @@ def entropy(
     """The mean cross-entropy from what the head reads, over the targets that the mask keeps, as the
     configuration says. Targets and mask come in the order of the sequence.
     """
+    _check_mask(mask_BS, targets_BS)
     targets_BS = sl.context.arrange(targets_BS)
     mask_BS = None if mask_BS is None else sl.context.arrange(mask_BS)
     if model.config.fused_loss:
         return _mean(model.losses(x_BSD, targets_BS), mask_BS)
-    return cross_entropy(model.logits(x_BSD), targets_BS, mask_BS)
+    return cross_entropy(model.logits(x_BSD), targets_BS, mask_BS, model.config.vocab)
 
 
 def cross_entropy(
-    logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None
+    logits_BSV: jax.Array,
+    targets_BS: jax.Array,
+    mask_BS: jax.Array | None = None,
+    vocab: int | None = None,
 ) -> sl.WeightedMean:
-    """The mean over the targets that the mask keeps, in float32."""
+    """The mean over the targets that the mask keeps, in float32.
+
+    Losses of targets that are no tokens are nan: there are `vocab` of these, by default as many as
+    each has logits.
+    """
+    _check_mask(mask_BS, targets_BS)
     logits_BSV, targets_BS = logits_BSV.astype(jnp.float32), sl.shard(targets_BS, "batch", "seq")
     # Everything is a reduction over the vocabulary, so that devices that hold parts of it exchange
     # one number per token at a time. Indexing with the targets would gather the logits.
     logits_BSV -= jax.lax.stop_gradient(logits_BSV.max(-1, keepdims=True))
     is_target = jnp.arange(logits_BSV.shape[-1]) == targets_BS[..., None]
     losses_BS = jnp.log(jnp.exp(logits_BSV).sum(-1)) - jnp.where(is_target, logits_BSV, 0).sum(-1)
-    losses_BS = _of_known(targets_BS, logits_BSV.shape[-1], losses_BS)
+    losses_BS = _of_known(targets_BS, vocab or logits_BSV.shape[-1], losses_BS)
     return _mean(losses_BS, mask_BS)
+
+
+def _check_mask(mask_BS: jax.Array | None, targets_BS: jax.Array) -> None:
+    """Refuse a mask of another shape: broadcast, it would count every loss several times."""
+    if mask_BS is not None and mask_BS.shape != targets_BS.shape:
+        raise ValueError(
+            f'`cross_entropy(mask_BS)`, a loss\'s `batch["mask"]`, is {mask_BS.dtype}'
+            f"{list(mask_BS.shape)}, and targets are {list(targets_BS.shape)}: give a number for "
+            "each target, the tokens from the second on. A mask as long as `tokens` is "
+            "`mask[:, 1:]`."
+        )
 
 
 def _of_known(targets_BS: jax.Array, vocab: int, losses_BS: jax.Array) -> jax.Array:

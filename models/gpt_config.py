@@ -387,6 +387,11 @@ def _check_scaling(config: GPTConfig) -> None:
         raise ValueError(
             f"`{name}(rope_scaling={str(config.rope_scaling)[:200]!r})` is {known}, or None."
         )
+    if isinstance(config.rope_scaling, YarnScaling) and config.rope_theta <= 1:
+        raise ValueError(
+            f"`{name}(rope_theta={config.rope_theta}, rope_scaling=YarnScaling(...))`: angles of "
+            "YaRN are told apart by the logarithm of `rope_theta`, which must be above 1."
+        )
     if config.positions != "rotary":
         raise ValueError(
             f"`{name}(positions={config.positions!r}, rope_scaling=...)`: only rotary positions "

@@ -1,5 +1,7 @@
 """What a `config.json` of transformers says of a model, as a configuration of ours."""
 
+import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -73,6 +75,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+def _made(kind: Any, found: Said, changes: Said) -> Any:
+    """A configuration with what was found, and with the fields that `hub.config` was given."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in changes:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"; did you mean `{near[0]}`?" if near else f"; it has {', '.join(known)}."
+            raise ValueError(
+                f"`hub.config({name}=...)`: `{kind.__name__}` has no such field{meant}"
+            )
+    return kind(**{**found, **changes})
+
+
 def _of_gpt2(said: Said, changes: Said) -> gpt.GPTConfig:
     hidden = said.get("n_inner")
     _check(said, "activation_function", "gelu_new", "gelu_pytorch_tanh")
@@ -86,7 +101,7 @@ def _of_gpt2(said: Said, changes: Said) -> gpt.GPTConfig:
         "norm_epsilon": said.get("layer_norm_epsilon", 1e-5),
         "tied": said.get("tie_word_embeddings", True),
     }
-    return gpt.GPTConfig(**{**fields, **changes})
+    return _made(gpt.GPTConfig, fields, changes)
 
 
 def _llama_fields(said: Said, changes: Said) -> dict[str, Any]:
@@ -211,20 +226,20 @@ def _pattern(kinds: list[str]) -> int | None:
 
 
 def _of_llama(said: Said, changes: Said) -> gpt.GPTConfig:
-    return gpt.GPTConfig(**{**_llama_fields(said, changes), **changes})
+    return _made(gpt.GPTConfig, _llama_fields(said, changes), changes)
 
 
 def _of_mistral(said: Said, changes: Said) -> gpt.GPTConfig:
     window = _windows(said)
-    return gpt.GPTConfig(**{**_llama_fields(said, changes), **window, **changes})
+    return _made(gpt.GPTConfig, {**_llama_fields(said, changes), **window}, changes)
 
 
 def _of_qwen2(said: Said, changes: Said) -> gpt.GPTConfig:
-    return gpt.GPTConfig(**{**_llama_fields(said, changes), "qkv_bias": True, **changes})
+    return _made(gpt.GPTConfig, {**_llama_fields(said, changes), "qkv_bias": True}, changes)
 
 
 def _of_qwen3(said: Said, changes: Said) -> gpt.GPTConfig:
-    return gpt.GPTConfig(**{**_llama_fields(said, changes), "query_key_norm": True, **changes})
+    return _made(gpt.GPTConfig, {**_llama_fields(said, changes), "query_key_norm": True}, changes)
 
 
 def _of_mixtral(said: Said, changes: Said) -> gpt.GPTConfig:
@@ -234,7 +249,7 @@ def _of_mixtral(said: Said, changes: Said) -> gpt.GPTConfig:
         "experts": said["num_local_experts"],
         "router": sl.experts.TopK(said["num_experts_per_tok"]),
     }
-    return moe.MoEConfig(**{**_llama_fields(said, changes), **more, **changes})
+    return _made(moe.MoEConfig, {**_llama_fields(said, changes), **more}, changes)
 
 
 def _of_qwen3_moe(said: Said, changes: Said) -> gpt.GPTConfig:
@@ -249,7 +264,7 @@ def _of_qwen3_moe(said: Said, changes: Said) -> gpt.GPTConfig:
         "router": sl.experts.TopK(said["num_experts_per_tok"]),
         "query_key_norm": True,
     }
-    return moe.MoEConfig(**{**_llama_fields(said, changes), **more, **changes})
+    return _made(moe.MoEConfig, {**_llama_fields(said, changes), **more}, changes)
 
 
 def _of_deepseek_v3(said: Said, changes: Said) -> gpt.GPTConfig:
@@ -293,7 +308,7 @@ def _of_deepseek_v3(said: Said, changes: Said) -> gpt.GPTConfig:
         "balance": said.get("aux_loss_alpha", 0.0001),
         "router": router,
     }
-    return moe.MoEConfig(**{**_llama_fields(said, changes), **more, **changes})
+    return _made(moe.MoEConfig, {**_llama_fields(said, changes), **more}, changes)
 
 
 def _gemma_fields(said: Said, changes: Said) -> dict[str, Any]:
@@ -312,7 +327,7 @@ def _gemma_fields(said: Said, changes: Said) -> dict[str, Any]:
 
 
 def _of_gemma(said: Said, changes: Said) -> gpt.GPTConfig:
-    return gpt.GPTConfig(**{**_gemma_fields(said, changes), **changes})
+    return _made(gpt.GPTConfig, _gemma_fields(said, changes), changes)
 
 
 def _later_gemma_fields(said: Said) -> dict[str, Any]:
@@ -328,7 +343,7 @@ def _later_gemma_fields(said: Said) -> dict[str, Any]:
 
 def _of_gemma2(said: Said, changes: Said) -> gpt.GPTConfig:
     more = _later_gemma_fields(said)
-    return gpt.GPTConfig(**{**_gemma_fields(said, changes), **more, **changes})
+    return _made(gpt.GPTConfig, {**_gemma_fields(said, changes), **more}, changes)
 
 
 def _of_gemma3(said: Said, changes: Said) -> gpt.GPTConfig:
@@ -342,7 +357,7 @@ def _of_gemma3(said: Said, changes: Said) -> gpt.GPTConfig:
                 "models here do not know."
             )
         more["local_rope_theta"] = float(theta)
-    return gpt.GPTConfig(**{**_gemma_fields(said, changes), **more, **changes})
+    return _made(gpt.GPTConfig, {**_gemma_fields(said, changes), **more}, changes)
 
 
 def _check(said: Said, field: str, *known: Any) -> None:

@@ -10,7 +10,7 @@ they lie over the axis of the data, and the layer sends tokens to them and back;
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ class MoEConfig(gpt.GPTConfig):
       `sl.experts.balanced(optimizer)`.
     - `every`: one block of so many has experts, the last of them; by default all have.
     - `group`: how many consecutive tokens share the places of the experts; by default a sequence,
-      and always the new tokens of one while a model generates.
+      and always the new tokens of one while a model generates or translates.
     - `form`: `"dropless"` sends each token to all of its experts, see `sl.experts.dropless`;
       `"scatter"` and `"einsum"` give an expert so many places, see `sl.experts.moe`. By default
       nothing is dropped where the router has no capacity.
@@ -65,6 +65,7 @@ class MoEConfig(gpt.GPTConfig):
             raise ValueError(
                 f"`MoEConfig(router={self.router!r})` is no router, such as `sl.experts.TopK(2)`."
             )
+        _check_router(self)
         dense = self.dense_layers or 0
         if dense >= self.layers:
             raise ValueError(
@@ -136,6 +137,40 @@ class MoEConfig(gpt.GPTConfig):
         found["mlp"] = found["mlp"] * (self.layers - blocks) // self.layers
         found["experts"] = 2 * blocks * self.context * self.width * expert
         return found
+
+
+def _check_router(config: MoEConfig) -> None:
+    """Refuse a form of the layer that there is not, and what does not go with the router."""
+    name, router = type(config).__name__, config.router
+    forms = ("dropless", *get_args(sl.experts.Form))
+    if config.form is not None and config.form not in forms:
+        raise ValueError(
+            f"`{name}(form={config.form!r})`: choose {' or '.join(map(repr, forms))}, or None."
+        )
+    if config.form == "dropless" and getattr(router, "capacity", None) is not None:
+        raise ValueError(
+            f'`{name}(form="dropless", router={router})` drops no token, and the router has a '
+            "capacity: say `capacity=None` there, or leave `form` out."
+        )
+    reads = getattr(router, "reads", ())
+    if config.balance_bias and "bias" not in reads:
+        raise ValueError(
+            f"`{name}(balance_bias=True, router={router})`: the router has no use for a bias; "
+            "take one that has, such as `sl.experts.SigmoidTopK(2)`, or leave `balance_bias` out."
+        )
+    for given in ("ids", "noise_logits"):
+        if given in reads:
+            raise ValueError(
+                f"`{name}(router={router})` reads `{given}`, which blocks do not give it: take "
+                "another, such as `sl.experts.TopK(2)`."
+            )
+    # In an encoder too: a model has one router for all of its layers.
+    if hasattr(router, "take") and not getattr(router, "sees_later_tokens", False):
+        raise ValueError(
+            f"`{name}(router={router})`: experts choose among later tokens too, which a decoder "
+            f"does not have when it writes. Ask for it by name, `{type(router).__name__}("
+            "sees_later_tokens=True)`, or let tokens choose: `sl.experts.TopK(2)`."
+        )
 
 
 def tiny(**changes: Any) -> MoEConfig:

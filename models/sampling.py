@@ -14,13 +14,14 @@ from models.gpt import GPT
 # A cache has some multiple of this many slots: so the axes of a context divide it, and on TPUs
 # nothing is padded.
 SLOTS = 128
+LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How a token is chosen.
 
-    - `temperature`: logits are divided by it; 0 takes the likeliest token.
+    - `temperature`: logits are divided by it, at least 1e-6; 0 takes the likeliest token.
     - `top_k`: only so many of the likeliest tokens are drawn from.
     - `top_p`: only the likeliest tokens that together have this share of the probability, what
       `top_k` leaves being all of it, are drawn from, and the likeliest always.
@@ -33,8 +34,11 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise _refusal("temperature", self.temperature, "a finite number, at least 0")
+        # By smaller ones logits overflow, or they are 0 in float32 themselves.
+        is_zero = _is_number(self.temperature) and self.temperature == 0
+        if not is_zero and not _is_number(self.temperature, LEAST_TEMPERATURE):
+            takes = f"0, which takes the likeliest token, or a number, at least {LEAST_TEMPERATURE}"
+            raise _refusal("temperature", self.temperature, takes)
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise _refusal("top_k", self.top_k, "a whole number, at least 1, or None")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
@@ -73,8 +77,8 @@ class Sampling:
         return logits_BV
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
+def _is_number(value: Any, least: float = 0) -> bool:
+    return type(value) in (int, float) and least <= value < math.inf
 
 
 def _refusal(name: str, value: Any, takes: str) -> ValueError:
@@ -110,13 +114,11 @@ def generate(
         end: a token that ends a row, which has nothing else from there on.
         chunk: read prompts so many tokens at a time, which bounds the memory that reading takes.
     """
-    _check_counts(tokens=tokens, chunk=chunk)
-    if end is not None and (type(end) is not int or not 0 <= end < model.config.vocab):
-        raise ValueError(
-            f"`generate(end={end!r})`: a token of the model, 0 to {model.config.vocab - 1}, or "
-            "None."
-        )
-    prompts_BS = decoding.checked_tokens("generate", prompts_BS)
+    tokens = decoding.checked_count("generate", tokens=tokens)
+    chunk = None if chunk is None else decoding.checked_count("generate", chunk=chunk)
+    end = None if end is None else _checked_end(end, model.config.vocab)
+    _check_key(key)
+    prompts_BS = decoding.checked_tokens("generate", model, prompts_BS)
     if not isinstance(sampling, Sampling):
         raise ValueError(
             f"`generate(sampling={sampling!r})` takes a `Sampling(...)`, such as "
@@ -203,11 +205,24 @@ def _read(
     return jax.lax.scan(one, (jnp.zeros(made.shape, made.dtype), cache), chunks)[0]
 
 
-def _check_counts(**counts: Any) -> None:
-    for name, count in counts.items():
-        optional = name == "chunk"
-        if not (optional and count is None) and (type(count) is not int or count < 1):
-            raise ValueError(
-                f"`generate({name}={repr(count)[:200]})`: a whole number, at least 1"
-                f"{', or None' if optional else ''}."
-            )
+def _checked_end(end: Any, vocab: int) -> int:
+    """The token that ends a row, as an `int`."""
+    token = decoding.whole_number(end)
+    if token is None or not 0 <= token < vocab:
+        raise ValueError(
+            f"`generate(end={repr(end)[:200]})`: a token of the model, 0 to {vocab - 1}, or None."
+        )
+    return token
+
+
+def _check_key(key: Any) -> None:
+    """Refuse what is no key: a seed, or several keys."""
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    # Those of `jax.random.PRNGKey` are numbers.
+    is_key = shape == () if typed else dtype == jnp.uint32 and len(shape or ()) == 1
+    if not is_key:
+        raise ValueError(
+            f"`generate(key={repr(key)[:200]})` takes one key of JAX: `jax.random.key(0)`, of any "
+            "seed in place of 0."
+        )

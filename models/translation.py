@@ -53,6 +53,15 @@ class TranslationConfig(moe.MoEConfig):
         """How many layers with experts the encoder has, and how many the decoder."""
         return self.layers // (2 * self.every)
 
+    @property
+    def _forward_flops(self) -> dict[str, int]:
+        """What the forward pass takes for a source and a target as long as the context. Half of the
+        layers attend to the source too.
+        """
+        found = super()._forward_flops
+        found["cross_attention"] = found["attention"] // 2
+        return found
+
 
 def tiny(**changes: Any) -> TranslationConfig:
     """A small one for tests and first steps."""
@@ -187,13 +196,19 @@ def loss(
 def translate(
     model: Translation, source_BT: jax.Array, first: int, length: int, pad: int | None = None
 ) -> jax.Array:
-    """The likeliest target, token by token, `length` of them after `first`."""
-    model = nnx.view(model, deterministic=True)
+    """The likeliest target, token by token, `length` of them after `first`.
+
+    Each sentence is translated by itself: its tokens share the experts' places with no others, and
+    those that are not written yet take none. So any number of sentences may come together, whatever
+    `group` the model has learned with.
+    """
+    model = nnx.view(model, deterministic=True, decoding=True)
     target = jnp.full((source_BT.shape[0], length + 1), first, source_BT.dtype)
     real_BT = None if pad is None else source_BT != pad
 
     def extend(at: jax.Array, target: jax.Array) -> jax.Array:
-        logits, _ = model.translated(source_BT, target[:, :-1], real_BT)
+        written_BS = jnp.broadcast_to(jnp.arange(length) <= at, (target.shape[0], length))
+        logits, _ = model.translated(source_BT, target[:, :-1], real_BT, written_BS)
         return target.at[:, at + 1].set(logits[:, at].argmax(-1).astype(target.dtype))
 
     return jax.lax.fori_loop(0, length, extend, target)[:, 1:]

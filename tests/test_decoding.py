@@ -332,6 +332,7 @@ def test_decoding_refuses_positions_behind_the_context():
 
 
 PROMPTS = np.ones((2, 4), np.int32)
+BEYOND_32_BITS = np.array([[2**32 + 5]])  # of which JAX would make 5
 
 
 @pytest.mark.parametrize(
@@ -341,7 +342,28 @@ PROMPTS = np.ones((2, 4), np.int32)
         (lambda model: sampling.generate(model, PROMPTS, 0, KEY), "`generate(tokens=0)`"),
         (lambda model: sampling.generate(model, PROMPTS, 1, KEY, chunk=0), "`generate(chunk=0)`"),
         (lambda model: sampling.generate(model, PROMPTS, 1, KEY, end=40), "0 to 39"),
+        (lambda model: sampling.generate(model, PROMPTS, 1, KEY, end=True), "0 to 39"),
+        (lambda model: sampling.generate(model, PROMPTS, 1, 0), "key=0)` takes one key of JAX"),
+        (lambda model: sampling.generate(model, PROMPTS, 1, None), "`jax.random.key(0)`, of any"),
         (lambda model: sampling.generate(model, PROMPTS[0], 1, KEY), "got int32[4]"),
+        (lambda model: sampling.generate(model, [[1, 2], [3]], 1, KEY), "one by `decoding.pad`"),
+        (lambda model: sampling.generate(model, [[5, 40]], 1, KEY), "and the model has 0 to 39"),
+        (
+            lambda model: sampling.generate(model, [[5, -1]], 1, KEY),
+            "`generate`: tokens are from -1",
+        ),
+        (
+            lambda model: sampling.generate(model, BEYOND_32_BITS, 1, KEY),
+            "to 4294967301, and the model",
+        ),
+        (lambda model: decoding.prefill(model, [[40]], 8), "`prefill`: tokens are from 40 to 40"),
+        (
+            lambda model: decoding.extend(model, [[40]], decoding.empty(model, 1, 8)),
+            "`extend`: tokens are from 40 to 40",
+        ),
+        (lambda model: decoding.prefill(model, PROMPTS, 8.0), "`prefill(slots=8.0)`"),
+        (lambda model: decoding.empty(model, 2, 0), "`empty(slots=0)`"),
+        (lambda model: decoding.empty(model, 2, 4.0), "`empty(slots=4.0)`"),
         (lambda model: decoding.prefill(model, 1.0 * PROMPTS, 8), "whole numbers of shape"),
         (lambda model: decoding.prefill(model, PROMPTS, 3), "no room for 4 more tokens"),
         (
@@ -354,8 +376,12 @@ PROMPTS = np.ones((2, 4), np.int32)
         ),
         (lambda model: decoding.pad([]), "prompts of [] tokens"),
         (lambda model: decoding.pad([[1], []]), "prompts of [1, 0] tokens"),
+        (lambda model: decoding.pad([5, 6, 7]), "prompt 0 is int64[]: each is a row of tokens"),
+        (lambda model: decoding.pad([[1], "abc"]), "prompt 1 is <U3[]"),
+        (lambda model: decoding.pad([[1.7, 2.9]]), "prompt 0 is float64[2]"),
         (lambda model: Sampling(temperature=-1), "`Sampling(temperature=-1)`"),
         (lambda model: Sampling(temperature=float("nan")), "`Sampling(temperature=nan)`"),
+        (lambda model: Sampling(temperature=1e-38), "or a number, at least 1e-06"),
         (lambda model: Sampling(top_k=0), "`Sampling(top_k=0)`"),
         (lambda model: Sampling(top_k=2.0), "`Sampling(top_k=2.0)`"),
         (lambda model: Sampling(top_p=0), "`Sampling(top_p=0)`"),
@@ -366,6 +392,16 @@ def test_decoding_refuses_what_it_cannot_do(call, message):
     with sl.unsharded(), pytest.raises(ValueError) as caught:
         call(make(GPT2))
     assert message in str(caught.value)
+
+
+def test_counts_and_tokens_may_be_numbers_of_numpy():
+    model = make(GPT2)
+    with sl.unsharded():
+        plain = sampling.generate(model, PROMPTS, 2, KEY, end=3, chunk=2)
+        numbers = {"end": np.int64(3), "chunk": np.int32(2)}
+        found = sampling.generate(model, PROMPTS, np.int64(2), jax.random.PRNGKey(0), **numbers)
+        assert decoding.empty(model, np.int64(2), np.int64(4)).slots == 4
+    np.testing.assert_array_equal(found, plain)
 
 
 # The program of a token.

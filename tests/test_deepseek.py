@@ -80,7 +80,7 @@ def test_training_flops_are_six_per_weight_a_token_meets_plus_attention(config):
 
 def test_training_flops_of_experts_that_choose_are_those_of_the_experts_of_a_mean_token():
     tokens_choose = replace(TINY, router=sl.experts.TopK(2), balance_bias=False)
-    experts_choose = replace(tokens_choose, router=sl.experts.ExpertChoice(2.0))
+    experts_choose = replace(tokens_choose, router=sl.experts.ExpertChoice(2.0, True))
     assert experts_choose.training_flops_per_token == tokens_choose.training_flops_per_token
 
 

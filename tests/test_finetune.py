@@ -22,7 +22,7 @@ from models import gpt, hub, moe
 from models.layers import Scores
 from shardlib.__main__ import main
 from shardlib._tree import named_leaves
-from shardlib.data import Chat, load_tokenizer
+from shardlib.data import Chat, Corpus, load_tokenizer
 
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("tokenizers")
@@ -405,7 +405,7 @@ def test_configurations_that_nobody_publishes_are_refused():
         moe.MoEConfig(2, 32, 4, 64, 96),
         dataclasses.replace(GEMMA, scaled_embedding=False),
         dataclasses.replace(GEMMA, attention_cap=2.0),
-        dataclasses.replace(sparse, balance_bias=True),
+        dataclasses.replace(sparse, router=sl.experts.SigmoidTopK(2), balance_bias=True),
     ):
         with pytest.raises(ValueError, match="No published model has the layers"):
             hub.description(config)
@@ -443,6 +443,35 @@ def test_patterns_and_formats_are_read_from_the_command_line(tmp_path):
     assert run.data.chat == Chat(before="[{role}] ", after=".")
     (tmp_path / "run.json").write_text(json.dumps(run.lines()))
     assert recorded(tmp_path / "run.json") == run
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (CONFIG, {"contxt": 8}, r"contxt=...\)`: `GPTConfig` has no.*did you mean `context`\?"),
+        (MIXTRAL, {"exprts": 8}, r"`MoEConfig` has no such field; did you mean `experts`\?"),
+        (CONFIG, {"balance_bias": True}, "no such field; it has layers, width, "),
+    ],
+)
+def test_fields_of_a_published_model_are_changed_by_their_names(config, changes, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hub.description(config)))
+    assert hub.config(tmp_path, context=8).context == 8
+    with pytest.raises(ValueError, match=message):
+        hub.config(tmp_path, **changes)
+
+
+def test_a_run_is_tuned_with_its_own_markers(tmp_path):
+    tokenizer = published(tmp_path / "small") / "tokenizer.json"
+    markers = {"end": "<end>", "begin": "<s>", "unknown": "<unk>"}
+    before = dataclasses.replace(
+        finetune.tuned(str(tmp_path / "small"), "x.txt"),
+        data=Corpus("x.txt", tokenizer=str(tokenizer), **markers),
+    )
+    folder = tmp_path / "first"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(before.lines()))
+    data = finetune.tuned(str(folder), "y.txt").data
+    assert {name: getattr(data, name) for name in markers} == markers
 
 
 def test_folders_that_cannot_be_started_from_are_named(tmp_path):

@@ -108,6 +108,13 @@ def test_generate_refuses_what_it_cannot_do(trained, written):
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seeds_have_as_many_bits_as_keys_are_made_of(seed, capsys):
+    with pytest.raises(SystemExit):
+        generate.main(["runs/tiny", f"--seed={seed}"])
+    assert "a whole number of 32 bits, 0 to 4,294,967,295" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_generate_refuses_a_tokenizer_whose_texts_have_changed(trained, texts, written):
     if "bpe:300" not in (trained / "run.json").read_text():

@@ -693,6 +693,7 @@ def test_biases_of_queries_keys_and_values_are_theirs_alone():
     [
         ({"rope_scaling": 8.0}, r"is `RopeScaling\(...\)`"),
         ({"rope_scaling": gpt.RopeScaling(), "positions": "learned"}, "only rotary positions"),
+        ({"rope_scaling": gpt.YarnScaling(), "rope_theta": 1.0}, "must be above 1"),
         ({"qkv_bias": True, "latent": gpt.LatentAttention(8, 8, 4, 4, 4), "kv_heads": None}, "qkv"),
     ],
 )

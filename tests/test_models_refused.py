@@ -24,7 +24,8 @@ def made(config):
 def test_tokens_that_are_none_make_the_loss_nan_and_masked_ones_nothing(fused):
     model = made(replace(CONFIG, fused_loss=fused))
     with sl.unsharded():
-        for wrong in (-1, -100, 12):
+        # 10 and 11 are rows that `vocab_multiple` adds.
+        for wrong in (-1, -100, 10, 11, 12):
             found = gpt.loss(model, {"tokens": TOKENS.at[0, 8].set(wrong)})
             assert np.isnan(found.total)
             mask = jnp.ones((1, 8)).at[0, 7].set(0)
@@ -32,6 +33,31 @@ def test_tokens_that_are_none_make_the_loss_nan_and_masked_ones_nothing(fused):
             expected = gpt.loss(model, {"tokens": TOKENS, "mask": mask})
             np.testing.assert_allclose(left_out.total, expected.total, rtol=1e-6)
         assert np.isnan(model._embed(jnp.array([[-1, 12]]))).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 8), (2, 9), (8,)])
+def test_a_mask_has_a_number_for_each_target(shape):
+    batch = {"tokens": TOKENS.repeat(2, 0), "mask": jnp.ones(shape)}
+    with sl.unsharded():
+        model = made(CONFIG)
+        of_mask = lambda: gpt.loss(model, batch)
+        with pytest.raises(ValueError, match=r"and targets are \[2, 8\]"):
+            jax.eval_shape(of_mask)
+        with pytest.raises(ValueError, match=r"and targets are \[2, 8\]"):
+            gpt.cross_entropy(jnp.zeros((2, 8, 12)), TOKENS.repeat(2, 0)[:, 1:], batch["mask"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "got"),
+    [(TOKENS[0], r"int32\[9\]. A row alone is `tokens\[None\]`"), (1.0 * TOKENS, "float32")],
+)
+def test_models_and_losses_take_rows_of_tokens(tokens, got):
+    model = made(CONFIG)
+    with sl.unsharded():
+        with pytest.raises(ValueError, match=f"`GPT` takes rows of tokens, .*got {got}"):
+            model(tokens)
+        with pytest.raises(ValueError, match=rf"`loss\(batch.*takes rows of tokens, .*got {got}"):
+            gpt.loss(model, {"tokens": tokens})
 
 
 def test_lengths_of_prompts_are_no_padding():
@@ -63,6 +89,27 @@ def test_a_translation_is_no_decoder():
 def test_a_router_is_a_router():
     with pytest.raises(ValueError, match="router='top2'.*is no router"):
         moe.tiny(router="top2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"form": "nonsense"}, "form='nonsense'.*'dropless' or 'scatter' or 'einsum', or None"),
+        (
+            {"form": "dropless", "router": sl.experts.TopK(2, capacity=1.0)},
+            'form="dropless", router=.*say `capacity=None`',
+        ),
+        ({"balance_bias": True}, "balance_bias=True, router=TopK.*has no use for a bias"),
+        ({"router": sl.experts.ExpertChoice()}, "among later tokens too.*sees_later_tokens=True"),
+        ({"router": sl.experts.Hash()}, "reads `ids`, which blocks do not give it"),
+        ({"router": sl.experts.NoisyTopK(2)}, "reads `noise_logits`"),
+    ],
+)
+def test_fields_of_experts_that_do_not_go_together_are_refused(changes, message):
+    with pytest.raises(ValueError, match=rf"MoEConfig\(.*{message}"):
+        moe.tiny(**changes)
+    with pytest.raises(ValueError, match=rf"TranslationConfig\(.*{message}"):
+        translation.tiny(**{"router": sl.experts.TopK(2), **changes})
 
 
 def test_experts_of_another_width_are_described_as_they_are():

@@ -472,6 +472,7 @@ def test_command_line_overrides_fields_by_dotted_names():
         (["tiny", "--loop.steps", "1e3"], "`steps` is a whole number"),
         (["tiny", "--batch", "true"], "`batch` is neither true nor false"),
         (["tiny", "--seed", "none"], "`seed` cannot be none"),
+        (["tiny", "--seed", "4294967296"], "a whole number, 0 to 4,294,967,295"),
         (
             ["tiny", "--evaluation_batches", "0"],
             "`Run(evaluation_batches=0)`: a whole number, 1 to",
