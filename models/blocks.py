@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 import shardlib as sl
+from models.attention import Attend, Attention
 from models.gpt_config import GPTConfig
 from models.latent_attention import attention
 from models.layers import (
     MLP,
     RESIDUAL,
-    Attend,
-    Attention,
     Dropout,
     Norm,
     Rotation,

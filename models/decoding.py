@@ -33,8 +33,11 @@ from flax import nnx
 from jax.core import Tracer
 
 import shardlib as sl
+from models.attention import Attention
 from models.gpt import GPT, Seen, check_rows, turned
-from models.layers import Attention, Names
+from models.layers import (
+    Names,
+)
 
 # Layers are whole on every device: were they split, each turn of the loop would gather all of them.
 CACHE = (None, "batch", "act_kv_heads", "cache_seq", "head_dim")

@@ -30,15 +30,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 import shardlib as sl
+from models.attention import Attention, Scores
 from models.gpt_config import GPTConfig
 from models.layers import (
     HEADS,
     RESIDUAL,
-    Attention,
     Norm,
     Projection,
     Rotation,
-    Scores,
     lay_out,
     named,
     project,

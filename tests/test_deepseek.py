@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from models import decoding, gpt, layers, moe, translation
+from models import attention, decoding, gpt, moe, translation
 from models.latent_attention import MultiHeadLatentAttention
 
 TINY = moe.tiny_deepseek()
@@ -173,7 +173,7 @@ def test_norms_of_queries_and_keys_come_before_positions():
         width=16, heads=4, kv_heads=2, norm="rms", positions="rotary", bias=False,
         query_key_norm=True,
     )  # fmt: skip
-    module = drawn(layers.Attention(config, rngs=nnx.Rngs(0)))
+    module = drawn(attention.Attention(config, rngs=nnx.Rngs(0)))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1, 5, 16)), "float32")
     with sl.unsharded():
         q, k, v = module.projected(x, gpt.rotations(jnp.arange(5), 4, config.rope_theta))

@@ -19,7 +19,7 @@ from examples import export, finetune, generate
 from examples.fields import override
 from examples.find_run import recorded
 from models import gpt, hub, moe
-from models.layers import Scores
+from models.attention import Scores
 from shardlib.__main__ import main
 from shardlib._tree import named_leaves
 from shardlib.data import Chat, Corpus, load_tokenizer

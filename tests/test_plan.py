@@ -218,7 +218,7 @@ def test_plan_collectives_name_the_users_source_line(on_cpu):
     ]
     lines = {line for one in of_model for line in one.sources}
     assert lines
-    assert all("models/gpt.py" in line or "models/layers.py" in line for line in lines)
+    assert all("models/" in line for line in lines)
 
 
 def test_plan_keeps_a_real_state_and_refuses_another_device_count():
