@@ -75,6 +75,9 @@ def test_a_state_without_values_is_refused():
     for call in (lambda: measure(abstract, [X]), lambda: abstract.with_weights(make())):
         with pytest.raises(ValueError, match="abstract, of shapes alone: make it by `sl.init`"):
             call()
+    state = sl.init(make, None, strategy())
+    with pytest.raises(ValueError, match="The batch has no values, but shapes alone"):
+        measure(state, [jax.ShapeDtypeStruct((16, 4), np.float32)])
     replaced = sl.init(make, optax.sgd(0.1), strategy())
     replaced.step.delete()
     for call in (lambda: measure(replaced, [X]), lambda: replaced.with_weights(make())):
@@ -237,6 +240,40 @@ def test_means_of_narrower_dtypes_and_counts_are_float32():
         _, metrics = stepped(strategy(), strategy(), counted, X, jnp.ones(4, jnp.float32))
     for name in ("loss", "weight", "count", "grad_norm"):
         assert metrics[name].dtype == np.float32, name
+
+
+def test_means_and_norms_are_wide_under_strict_promotion():
+    def narrow(model, x, rng):
+        error = jnp.sum((x @ model["w"]) ** 2).astype(jnp.bfloat16)
+        return sl.weighted_mean(error * model["s"].astype(jnp.bfloat16), np.float64(3.5))
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        model = {"w": jnp.ones(4, jnp.float32), "s": jnp.ones((), jnp.float64)}
+        state = sl.init(lambda: model, optax.sgd(0.1), strategy())
+        state, metrics = sl.train_step(narrow, strategy(accumulate=2, clip=0.1))(state, X)
+    assert state.params["s"].dtype == metrics["grad_norm"].dtype == np.float64
+    np.testing.assert_allclose(metrics["loss"], np.sum(X.sum(1) ** 2) / 56, rtol=1e-2)
+
+
+def test_a_pipeline_computes_in_float64():
+    def layered(model, x, rng):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w), None
+
+        return jnp.mean(jax.lax.scan(layer, x, model["w"])[0] ** 2)
+
+    x, w = np.float64(X), np.random.default_rng(1).normal(size=(2, 4, 4))
+    expected = x
+    for layer in w:
+        expected = expected + np.tanh(expected @ layer)
+    rules = sl.rules.data | sl.rules.pipeline
+    schedule = sl.pipeline.ZBH1(2, 2)
+    with jax.enable_x64(True):
+        staged = sl.Strategy(mesh="data=4,stage=2", rules=rules, pipeline=schedule)
+        model = sl.annotate({"w": jnp.asarray(w)}, {"w": ("layers", None, None)})
+        state = sl.init(lambda: model, optax.sgd(0.1), staged)
+        _, metrics = sl.train_step(layered, staged)(state, x)
+    np.testing.assert_allclose(metrics["loss"], np.mean(expected**2), rtol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool])

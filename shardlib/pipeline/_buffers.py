@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardlib.pipeline._loop import Arrays
@@ -65,7 +66,7 @@ def read_layer(buffer: Arrays, slot: Any, layer: Any) -> Arrays:
     # One slice takes slot and layer at once. To take the slot first would copy all its layers.
     values = []
     for x in buffer:
-        start = (slot, layer, *([0] * (x.ndim - 2)))
+        start = (slot, layer, *([np.int32(0)] * (x.ndim - 2)))
         values.append(lax.dynamic_slice(x, start, (1, 1, *x.shape[2:]))[0, 0])
     return values
 
@@ -81,7 +82,7 @@ def with_layer(buffer: Arrays, slot: Any, layer: Any, values: Arrays) -> Arrays:
     """
     updated = []
     for x, new in zip(buffer, values, strict=True):
-        start = (slot, layer, *([0] * (x.ndim - 2)))
+        start = (slot, layer, *([np.int32(0)] * (x.ndim - 2)))
         updated.append(lax.dynamic_update_slice(x, new.astype(x.dtype)[None, None], start))
     return updated
 

@@ -256,7 +256,7 @@ class Passes:
         arrived = self._part_input(loop, pass_row, buffers, local.inputs)
         entering, passing, stacked = self.cut.loops[loop].split_travelling(arrived)
         body = partial(self._run_layer, loop, local, slot)
-        numbers = jnp.arange(self.stage_loops[loop].layers_per_part)
+        numbers = jnp.arange(self.stage_loops[loop].layers_per_part, dtype=jnp.int32)
         weights = self._part_weights(loop, self._first_row(loop, pass_row))
         scanned = numbers, weights, local.per_layer
         (handed_on, residual_buffer), rows = lax.scan(body, (entering, residual_buffer), scanned)
@@ -353,7 +353,7 @@ class Passes:
         gradients, or a buffer. The results are the gradients of the part's input, laid out for the
         wire, and `written`.
         """
-        numbers = jnp.arange(self.stage_loops[part.loop].layers_per_part)
+        numbers = jnp.arange(self.stage_loops[part.loop].layers_per_part, dtype=jnp.int32)
         carry = part.arrived.entering, written
         scanned = numbers, part.weights, part.local.per_layer, part.arrived.rows
         # Backward, the last layer comes first.
@@ -468,7 +468,7 @@ class Passes:
             row = first_row + number
             return self._with_layer_gradients(loop, sums, row, weight_gradients), None
 
-        numbers = jnp.arange(stage_loop.layers_per_part)
+        numbers = jnp.arange(stage_loop.layers_per_part, dtype=jnp.int32)
         sums, _ = lax.scan(body, layer_sums[loop], (numbers, part_weights, local.per_layer))
         return replaced(layer_sums, [loop], [sums])
 

@@ -279,6 +279,8 @@ class Batches(Iterator[Any]):
         """The batch as arrays on the mesh, of which this process gives its rows."""
         sharding = batch_sharding(self.strategy)
         _check_arrays(named_leaves(batch))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
+            raise ValueError("The batch has no values, but shapes alone: give it arrays.")
 
         def put(path: str, leaf: Any) -> jax.Array:
             # Such an array is on the mesh already.

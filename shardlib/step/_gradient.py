@@ -152,7 +152,7 @@ class GradientFunction:
         microbatches = microbatches_of(inputs.batch, self.strategy, self.apart)
         examples = every_nth(inputs.batch, microbatches.count)
         # The number of a microbatch goes with its examples, for keys and reports.
-        scanned = jnp.arange(microbatches.count), examples
+        scanned = jnp.arange(microbatches.count, dtype=jnp.int32), examples
         call = adapted(partial(call_loss, self.loss_fn, self.layout), self.strategy)
         total = with_partitionable_lookups(
             partial(forward, call), combine(self.trained, self.frozen), self.strategy

@@ -9,6 +9,7 @@ from jax import lax
 
 from shardlib.layouts._specs import axes_without, parts_over
 from shardlib.modeling._random import scrambled
+from shardlib.step._precision import wider
 
 # The number of sums in a sketch, by which a norm is estimated. Elements that are this far apart
 # share a sum. It is a prime, so that those of one column of a matrix, often the largest, do not.
@@ -44,7 +45,7 @@ def squares(
         copies = parts_over(mesh_shape, axes_without(every, own_axes))
         found.append(sum_of_squares(x) / copies)
     # In the widest of their dtypes, which strict promotion would not find by itself.
-    widest = reduce(jnp.promote_types, [square.dtype for square in found])
+    widest = reduce(wider, [square.dtype for square in found])
     # Stacked, so that there is one small sum over devices for all arrays.
     stacked = jnp.stack([square.astype(widest) for square in found])
     if not every:
@@ -57,7 +58,7 @@ def sum_of_squares(x: jax.Array) -> jax.Array:
 
     In 16 bits, a sum of thousands of squares stops growing long before it is done.
     """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(wider(x.dtype, jnp.float32))
     return jnp.sum(_square(wide))
 
 

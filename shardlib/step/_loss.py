@@ -24,6 +24,7 @@ from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import is_key, plain_keys
+from shardlib.step._precision import wider
 from shardlib.step._state import Layout
 
 LossFunction = Callable[[Any, Any, jax.Array], Any]
@@ -202,7 +203,7 @@ def _wide_dtype(*parts: Any) -> Any:
     for part in parts:
         if isinstance(part, jax.Array | np.ndarray | np.generic):
             # Without `jax_enable_x64`, JAX has no array of NumPy's float64.
-            dtype = jnp.promote_types(dtype, jnp.result_type(part))
+            dtype = wider(dtype, jnp.result_type(part))
     return dtype
 
 

@@ -58,7 +58,7 @@ class Precision:
             if value is None and field in ("compute", "wire"):
                 continue
             check.assign(self, **{field: _checked(field, value)})
-        if self.wire is not None and _wider(self.wire, self.reduce) != self.reduce:
+        if self.wire is not None and wider(self.wire, self.reduce) != self.reduce:
             raise ValueError(
                 f'`Precision(wire="{self.wire}", reduce="{self.reduce}")` sends more than is added '
                 f'up. Add up in as wide a dtype, `reduce="{self.wire}"`, or leave `wire` out: then '
@@ -81,7 +81,7 @@ class Precision:
 
     def accumulated(self, dtype: Any) -> Any:
         """The dtype in which gradients of `dtype` are added up over microbatches."""
-        return _wider(dtype, self.accumulate)
+        return wider(dtype, self.accumulate)
 
     def reduced(self, dtype: Any) -> Any:
         """The dtype in which gradients of a parameter of `dtype` are added up over devices.
@@ -92,7 +92,7 @@ class Precision:
         # Complex gradients are added up as they are: there is no narrower complex dtype.
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32:
             return jnp.dtype(self.reduce)
-        return _wider(dtype, self.reduce)
+        return wider(dtype, self.reduce)
 
     def sent(self, dtype: Any) -> Any:
         """The dtype in which gradients of a parameter of `dtype` are sent, to be added up.
@@ -105,7 +105,7 @@ class Precision:
         return jnp.dtype(self.wire)
 
 
-def _wider(dtype: Any, other: Any) -> Any:
+def wider(dtype: Any, other: Any) -> Any:
     """The dtype that holds both, by JAX's standard rules of promotion.
 
     The user may have set stricter rules for the loss, `jax_numpy_dtype_promotion`.

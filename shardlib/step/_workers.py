@@ -31,6 +31,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardlib.modeling._random import is_key
+from shardlib.step._precision import wider
 
 
 class Workers(NamedTuple):
@@ -109,7 +110,7 @@ def _spread(x: jax.Array, workers: int) -> jax.Array:
     if is_key(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x[np.arange(workers) % count]
     # In float32 at least: a sum of many numbers of 16 bits would round away what they differ in.
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(wider(x.dtype, jnp.float32))
     mean = jnp.mean(wide, 0, keepdims=True).astype(x.dtype)
     return jnp.broadcast_to(mean, (workers, *x.shape[1:]))
 
