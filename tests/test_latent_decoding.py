@@ -42,7 +42,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.long("wide values")
+@pytest.mark.long("biases, caps and windows", "wide values")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_latents_in_a_cache_give_what_a_whole_pass_gives(config):
     model, tokens = make(config), tokens_of(config, rows=3)
