@@ -132,8 +132,8 @@ class Strategy:
         self._check_manual()
         resolve_precision(self.precision)
         check_exchange(self.exchange, self.zero, self.sharding, self.data_axes, self.rules, axes)
-        self._check_sizes(axes)
         check_apart(self, self.apart)
+        self._check_sizes(axes)
         if self.pipeline is None and self.remat == "stage":
             raise ValueError(
                 '`Strategy(remat="stage")` keeps what is sent to each stage of a pipeline: '
