@@ -41,11 +41,6 @@ def check_call(state: Any, batch: Any) -> None:
         raise ValueError(
             "The batch has no values, but shapes alone: `step.trace(state, batch)` takes these."
         )
-    check_not_used_up(state)
-
-
-def check_not_used_up(state: State) -> None:
-    """Refuse a state whose arrays a step has taken for the next one."""
     # A donated state is deleted. A traced one has no memory of its own that could be.
     is_deleted = isinstance(state.step, jax.Array) and not is_traced(state.step)
     if is_deleted and state.step.is_deleted():

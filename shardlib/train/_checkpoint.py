@@ -30,6 +30,7 @@ import jax
 from shardlib._lock import TakenError
 from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 from shardlib.layouts._annotate import warn
 from shardlib.machine._agreement import gather_texts
 from shardlib.step._saved_errors import saved
@@ -160,13 +161,17 @@ class Checkpoints:
         # Orbax lists a folder once. Who only reads it may see that of a run that goes on.
         if not self._writes:
             self._manager.reload()
-        steps = set(self._manager.all_steps())
+        steps, begun = set(self._manager.all_steps()), self._begun
         # Orbax counts a step as soon as its save has begun.
-        if self._manager.is_saving_in_progress() or not self._exists(self._begun):
-            steps.discard(self._begun)
+        if begun is not None and not self._is_complete(begun):
+            steps.discard(begun)
         return tuple(sorted(steps))
 
-    def _exists(self, step: int | None) -> bool:
+    def _is_complete(self, step: int) -> bool:
+        """Whether a save that was begun has ended well."""
+        return not self._manager.is_saving_in_progress() and self._exists(step)
+
+    def _exists(self, step: int) -> bool:
         """Whether there is a folder of a step's checkpoint, which another run may have deleted."""
         return (self.folder / str(step)).exists()
 
@@ -189,11 +194,7 @@ class Checkpoints:
             optional=True,
         )
         check_json(data, about)
-        if isinstance(state.step, jax.ShapeDtypeStruct):
-            raise ValueError(
-                "`Checkpoints.save` takes a state with values; this one is abstract, as "
-                "`sl.init(..., abstract=True)` makes it."
-            )
+        check_arrays.values("save", "state", state.step)
         # Whether the folder is still this run's is agreed on before anything is written to it.
         self._occupied.check_together()
         self.wait()

@@ -14,9 +14,9 @@ import numpy as np
 
 from shardlib._text import listed
 from shardlib.checks import _arguments as check
+from shardlib.checks import _arrays as check_arrays
 from shardlib.step._state import State
 from shardlib.step._step import Step
-from shardlib.step._step_calls import check_not_used_up
 from shardlib.train._sinks import Sink
 
 # Steps are counted in 32 bits.
@@ -141,7 +141,7 @@ def check_has_values(state: State, folder: Path | None) -> None:
     `folder` is that of the run, in which none was found: a wrong path is a common reason.
     """
     if not isinstance(state.step, jax.ShapeDtypeStruct):
-        check_not_used_up(state)
+        check_arrays.values("fit", "state", state.step)
         return
     elsewhere = ""
     if folder is not None:
