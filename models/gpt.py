@@ -253,6 +253,7 @@ class GPT(nnx.Module):
         memory.
         """
         kernel_VD = self.embedding[...] if self.head is None else self.head[...]
+        fused = self.config.fused_loss
         targets_BS = sl.shard(targets_BS, "batch", "seq")
         losses_BS = sl.kernels.linear_cross_entropy(
             x_BSD,
@@ -260,7 +261,9 @@ class GPT(nnx.Module):
             targets_BS,
             names=WHOLE,
             vocab_name="act_vocab",
+            implementation=fused if isinstance(fused, str) else None,
             vocab=self.config.vocab,
+            cap=self.config.logit_cap,
         )
         return _of_known(targets_BS, self.config.vocab, losses_BS)
 

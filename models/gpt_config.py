@@ -105,8 +105,10 @@ class GPTConfig:
       such as "tpu" on TPUs and "cudnn" or "tokamax" on NVIDIA's GPUs, or "xla": JAX's own, which
       writes all scores.
     - `fused_loss`: the loss takes the head and the cross-entropy in one,
-      `sl.kernels.linear_cross_entropy`: logits are never in memory, and are made again in the
-      backward pass.
+      `sl.kernels.linear_cross_entropy`: all logits are never in memory at a time, and are made
+      again in the backward pass. True takes the fastest implementation that is known where it runs.
+      A name takes that one: "reference" is plain JAX, by parts of the vocabulary, which compiles
+      faster than a kernel.
     - `unroll`: layers are a loop, compiled once. So many of them are written out one after the
       other in each turn of the loop; with `unroll=layers` there is no loop. A GPU then copies what
       layers keep for the backward pass into no stack, and takes longer to compile.
@@ -169,7 +171,9 @@ class GPTConfig:
     kernels: Literal[
         "reference", "tpu", "gpu", "tokamax", "tpu_simulated", "gpu_simulated", "xla", None
     ] = "xla"
-    fused_loss: bool = False
+    fused_loss: Literal[
+        True, False, "reference", "tpu", "gpu", "tpu_simulated", "gpu_simulated"
+    ] = False
     unroll: int = 1
     attention: Literal[
         "reference",
@@ -222,11 +226,6 @@ class GPTConfig:
             _check_scaling(self)
         _check_windows(self)
         _check_norms(self)
-        if self.logit_cap is not None and self.fused_loss:
-            raise ValueError(
-                f"`{type(self).__name__}(logit_cap={self.logit_cap}, fused_loss=True)`: the fused "
-                "loss knows no cap of logits; leave `fused_loss` out."
-            )
         if self.latent is None and self.head_dim is None and self.width % self.heads:
             raise ValueError(
                 f"`GPTConfig(width={self.width})` must be a multiple of `heads={self.heads}`; "
@@ -449,7 +448,8 @@ def _is_positive(value: Any) -> bool:
 
 
 def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
-    return (value is None or isinstance(value, str)) and value in choices
+    # 1 equals True, and is none of the choices.
+    return (value is None or isinstance(value, str | bool)) and value in choices
 
 
 def _check_dtype(field: str, value: Any) -> None:

@@ -162,6 +162,27 @@ def test_logits_are_capped():
     np.testing.assert_allclose(capped, 0.5 * np.tanh(free / 0.5), atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_fused_loss_knows_the_cap_of_logits(tied):
+    config = replace(alone(SMALL, tied=tied), logit_cap=0.5)
+    tokens = {"tokens": jnp.asarray(BATCH["tokens"][:2])}
+
+    def of(**changes):
+        structure, params = nnx.split(model_of(replace(config, **changes)))
+
+        def loss(params):
+            found = gpt.loss(nnx.merge(structure, params), tokens)
+            return found.total / found.weight
+
+        with sl.unsharded():
+            return jax.value_and_grad(loss)(params)
+
+    fused, plain, free = of(fused_loss="reference"), of(), of(logit_cap=None)
+    assert abs(plain[0] - free[0]) > 0.01
+    for one, other in zip(jax.tree.leaves(fused), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
 def test_positions_are_those_of_yarn():
     """Against the paper's formulas, a pair at a time."""
     scaling = gpt.YarnScaling(factor=4.0, context=64, fast=8.0, slow=1.0, size=1.2)
@@ -318,7 +339,8 @@ def test_windows_and_caps_send_nothing_more():
         ({"norm_first": False}, "post_norms=True"),
         ({"attention_cap": 0.0}, r"attention_cap=0.0\)` must be a number above 0"),
         ({"logit_cap": -1}, r"logit_cap=-1\)` must be a number above 0"),
-        ({"fused_loss": True}, "knows no cap of logits"),
+        ({"fused_loss": "xla"}, r"fused_loss='xla'\)`: choose True or False or 'reference'"),
+        ({"fused_loss": 1}, r"fused_loss=1\)`: choose True or False"),
         ({"rope_scaling": "linear"}, r"`LinearScaling\(...\)`"),
     ],
 )
