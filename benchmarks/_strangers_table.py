@@ -410,6 +410,7 @@ CALLS: tuple[Call, ...] = (
           seed="0"),
     _call("sl.kernels.on_shards", "lambda x: x", "[('batch', None)]", "('batch', None)",
           also={"at0": ("any",), "at1": ("any",), "at2": ("any",)}),
+    _call("sl.kernels.in_tiles", "lambda x: x", "ones(4, 8)", "2", names="None"),
     _call("sl.kernels.explain", "sl.kernels.softmax", "ones(4, 128)", also={"at1": ("any",)}),
     # Pipelines
     *(_call(f"sl.pipeline.SCHEDULES[{name!r}]", "2", "4") for name in SCHEDULES),

@@ -3,8 +3,10 @@
 One sequence on each chip, weights and moments in float32, stage 3, products and sums of gradients
 in bfloat16, full recomputation, AdamW:
 
-    llama2_7b             2,048 tokens on 256 v5e (16x16), split over one axis of 256
-    llama2_7b_tensor      the same, split over 16, and 16-way tensor and sequence parallelism
+    llama2_7b             2,048 tokens on 256 v5e (16x16), split over one axis of 256, a loss by
+                          parts of the vocabulary
+    llama2_7b_tensor      the same model, split over 16, and 16-way tensor and sequence parallelism,
+                          MLPs in two tiles
     llama3_8b             8,192 tokens on 64 v5p (4x4x4), split over one axis of 64, fused loss
     mixtral_8x7b          2,048 tokens on 64 v5p, split over 16, experts over 4, capacity 1.25
     llama3_8b_v6e         8,192 tokens on 64 v6e (8x8), split over one axis of 64, fused loss
@@ -108,11 +110,17 @@ class Pod:
 
 EXPERTS = sl.rules.data | sl.AxisRules(batch=("data", "expert"), experts="expert")
 MIXTRAL = moe.mixtral_8x7b(context=2048, router=sl.experts.TopK(2, capacity=1.25))
-LLAMA2, LLAMA3 = gpt.llama2_7b(context=2048), gpt.llama3_8b(fused_loss=True)
+LLAMA2 = gpt.llama2_7b(context=2048)
+LLAMA3 = gpt.llama3_8b(fused_loss=True)
 PODS = {
-    "llama2_7b": Pod(LLAMA2, "tpu:v5e:16x16", "data=256", words="Llama 2, FSDP"),
+    "llama2_7b": Pod(
+        dataclasses.replace(LLAMA2, fused_loss="reference"),
+        "tpu:v5e:16x16",
+        "data=256",
+        words="Llama 2, FSDP",
+    ),
     "llama2_7b_tensor": Pod(
-        LLAMA2,
+        dataclasses.replace(LLAMA2, mlp_tiles=2),
         "tpu:v5e:16x16",
         "data=16,model=16",
         sl.rules.data | sl.rules.tensor_sequence,

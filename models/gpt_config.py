@@ -109,6 +109,8 @@ class GPTConfig:
       again in the backward pass. True takes the fastest implementation that is known where it runs.
       A name takes that one: "reference" is plain JAX, by parts of the vocabulary, which compiles
       faster than a kernel.
+    - `mlp_tiles`: an MLP takes so many parts of its tokens one after the other, and makes each part
+      again in the backward pass: of what is `hidden` wide, one part at a time is in memory.
     - `unroll`: layers are a loop, compiled once. So many of them are written out one after the
       other in each turn of the loop; with `unroll=layers` there is no loop. A GPU then copies what
       layers keep for the backward pass into no stack, and takes longer to compile.
@@ -174,6 +176,7 @@ class GPTConfig:
     fused_loss: Literal[
         True, False, "reference", "tpu", "gpu", "tpu_simulated", "gpu_simulated"
     ] = False
+    mlp_tiles: int | None = None
     unroll: int = 1
     attention: Literal[
         "reference",
@@ -312,7 +315,7 @@ class GPTConfig:
     @property
     def decoder(self) -> sl.planning.Decoder:
         """Its shape alone, for `sl.estimate`."""
-        others = ("post_norms", "window", "attention_cap", "logit_cap")
+        others = ("post_norms", "window", "attention_cap", "logit_cap", "mlp_tiles")
         for field in ("latent", "query_key_norm", "qkv_bias", *others):
             if getattr(self, field):
                 raise no_decoder(self, field)

@@ -220,8 +220,16 @@ class MLP(nnx.Module):
         self.up = Projection(("embed",), ("mlp",), config, rngs=rngs)
         self.gate = Projection(("embed",), ("mlp",), config, rngs=rngs) if config.gated else None
         self.down = Projection(("mlp",), ("embed",), config, std=returning_std(config), rngs=rngs)
+        self.tiles = config.mlp_tiles
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        # One token of each row is what a model has that generates.
+        if self.tiles is None or x_BSD.shape[1] == 1:
+            return self.of_all(x_BSD)
+        return sl.kernels.in_tiles(self.of_all, x_BSD, self.tiles, names=RESIDUAL)
+
+    def of_all(self, x_BSD: jax.Array) -> jax.Array:
+        """Of all tokens at a time."""
         if self.gate is not None:
             both = (self.gate, HIDDEN), (self.up, HIDDEN)
             gate_BSF, up_BSF = project(x_BSD, RESIDUAL, *both)

@@ -65,7 +65,7 @@ LAYERS = [
     ),
     ("kernels", "_activations _rotary _projections _softmax _norm _linear_cross_entropy"),
     ("kernels._grouped_matmul", "_places _reference _ragged_dot _tpu _gpu_staging _gpu"),
-    ("kernels", "_grouped_matmul _attention _on_shards"),
+    ("kernels", "_grouped_matmul _attention _on_shards _tiles"),
     (
         "collectives",
         "_sums _codecs _compressed _compressed_shards _exact _exchanges _zero _zero_split _zero_shards",

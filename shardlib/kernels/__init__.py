@@ -28,3 +28,4 @@ from shardlib.kernels._on_shards import on_shards as on_shards
 from shardlib.kernels._projections import projections as projections
 from shardlib.kernels._rotary import rotate as rotate
 from shardlib.kernels._softmax import softmax as softmax
+from shardlib.kernels._tiles import in_tiles as in_tiles
