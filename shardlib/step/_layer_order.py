@@ -22,6 +22,7 @@ from jax.core import Tracer
 
 from shardlib._text import listed
 from shardlib._tree import map_named
+from shardlib.layouts._host import to_device
 from shardlib.layouts._rules import LAYERS, counts_layers
 from shardlib.pipeline._program import table_of
 from shardlib.step._strategy import Strategy
@@ -355,5 +356,10 @@ class Mover:
 
 @lru_cache(maxsize=1024)
 def _compiled_take(dim: int, sharding: Any) -> Any:
-    """`jnp.take` along a dim, whose result is sharded like its argument."""
-    return jax.jit(lambda leaf, indices: jnp.take(leaf, indices, axis=dim), out_shardings=sharding)
+    """`jnp.take` along a dim, whose result is sharded, and in the memory, as its argument is."""
+
+    def take(leaf: Any, indices: Any) -> Any:
+        # Nothing computes with an array in the host's memory: the device has one at a time.
+        return jnp.take(to_device(leaf), indices, axis=dim)
+
+    return jax.jit(take, out_shardings=sharding)
