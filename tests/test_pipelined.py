@@ -701,6 +701,10 @@ def test_pipelined_layers_that_do_not_divide_into_parts_are_refused():
         sl.init(lambda: make(6), optax.sgd(0.1), strategy(pipeline=pipeline.VHalf(2, 8)))
     with pytest.raises(ValueError, match="stacks 1 layers.*2 parts.*or fewer stages"):
         sl.init(lambda: make(1), optax.sgd(0.1), strategy())
+    with pytest.raises(ValueError, match="stacks no layers.*2 parts.*leave `pipeline` out"):
+        sl.init(lambda: make(0), optax.sgd(0.1), strategy())
+    with pytest.raises(ValueError, match="stacks no layers.*4 parts"):
+        sl.init(lambda: make(0), optax.sgd(0.1), strategy(pipeline=pipeline.ZBV(2, 8)))
     with pytest.raises(ValueError, match="no parameter has a dim named `layers`"):
         sl.init(lambda: {"w": jnp.ones((2, 2))}, optax.sgd(0.1), strategy())
 

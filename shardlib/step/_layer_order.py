@@ -236,6 +236,12 @@ def _check_divides(schedule: Any, path: str, shape: tuple[int, ...], dim: int, l
         loops: how many loops over layers the model has.
     """
     parts = table_of(schedule).parts // loops
+    # No layers at all would split evenly, into parts that have none to scan.
+    if not shape[dim]:
+        raise ValueError(
+            f"`{path}` of shape {shape} stacks no layers, and `{schedule}` cuts them into {parts} "
+            f"parts: use a multiple of {parts} layers, or leave `pipeline` out."
+        )
     if shape[dim] % parts == 0:
         return
     per_stage = ""
