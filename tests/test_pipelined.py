@@ -669,11 +669,15 @@ class Wrong:
 def test_pipeline_schedules_that_are_inconsistent_are_refused():
     few, forward = pipeline.OneFOneB(2, 4).table(), pipeline.Table.parse("F0 F1\nF0 F1")
     uneven = pipeline.Table.parse("F0@0 F0@2 B0@2 B0@0\nF0 B0", placement=(0, 1, 0))
+    crossed = pipeline.Table.parse("F0 B0 F1 B1\nF1 F0 B0 B1")
+    backward = pipeline.Table.parse("F0 B0\nB0 F0")
     for schedule, words in [
         (few, ["sl.pipeline.Custom(table)"]),
         (Wrong(few), ["8 microbatches", "has 2 and 4"]),
         (pipeline.Custom(forward), ["only forward passes"]),
         (pipeline.Custom(uneven), ["[2, 1] parts"]),
+        (pipeline.Custom(crossed), ["comes to a halt", "stage 1 cannot do `F1@1`"]),
+        (Wrong(backward, microbatches=1), ["Stage 1 does `B0@1`", "before `F0@1`"]),
         (object(), ["`paired`"]),
     ]:
         with pytest.raises(ValueError) as error:
@@ -701,6 +705,10 @@ def test_pipelined_layers_that_do_not_divide_into_parts_are_refused():
         sl.init(lambda: make(6), optax.sgd(0.1), strategy(pipeline=pipeline.VHalf(2, 8)))
     with pytest.raises(ValueError, match="stacks 1 layers.*2 parts.*or fewer stages"):
         sl.init(lambda: make(1), optax.sgd(0.1), strategy())
+    with pytest.raises(ValueError, match="stacks no layers.*2 parts.*leave `pipeline` out"):
+        sl.init(lambda: make(0), optax.sgd(0.1), strategy())
+    with pytest.raises(ValueError, match="stacks no layers.*4 parts"):
+        sl.init(lambda: make(0), optax.sgd(0.1), strategy(pipeline=pipeline.ZBV(2, 8)))
     with pytest.raises(ValueError, match="no parameter has a dim named `layers`"):
         sl.init(lambda: {"w": jnp.ones((2, 2))}, optax.sgd(0.1), strategy())
 

@@ -440,6 +440,30 @@ def test_reshard_of_any_dtype(dtype):
     np.testing.assert_array_equal(np.asarray(y), np.asarray(x))
 
 
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["automatic", "explicit"])
+def test_reshard_of_an_array_without_entries_sends_nothing(mesh):
+    for source, to in itertools.product(LAYOUTS[::2], LAYOUTS[1::2]):
+        x = jax.device_put(np.zeros((0, 8), np.float32), NamedSharding(mesh, source))
+        y = reshard(x, to)
+        assert y.shape == (0, 8)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, to), 2)
+    keys = jax.device_put(jax.random.split(jax.random.key(0), (8, 0)), NamedSharding(mesh, P("x")))
+    assert reshard(keys, P("y", "x")).shape == (8, 0)
+
+
+def test_reshard_of_partial_sums_without_entries():
+    def loss(a, b):
+        partial = jnp.einsum("ab,bc->ac", a, b, out_sharding=P(None, None, unreduced={"x"}))
+        return jnp.sum(reshard(partial, P("x", "y")))
+
+    with jax.set_mesh(EXPLICIT):
+        a = jax.device_put(numbers(0, 8), P(None, "x"))
+        b = jax.device_put(numbers(8, 8), P("x"))
+        found, gradient = jax.jit(jax.value_and_grad(loss))(a, b)
+    assert found == 0
+    assert gradient.shape == (0, 8)
+
+
 def test_reshard_of_integers_in_a_differentiated_function():
     def loss(weights, indices):
         return jnp.sum(weights[reshard(indices, P("y"), source=P("x"))])

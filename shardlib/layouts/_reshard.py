@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib.checks import _arguments as check
 from shardlib.layouts._annotate import constrain, mesh_of_shards
 from shardlib.layouts._route import Layout, Piece, Step, Tiles, plan, spec_entries, tile_count
-from shardlib.layouts._specs import check_spec
+from shardlib.layouts._specs import check_spec, parts_over
 
 
 def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = None) -> jax.Array:
@@ -93,7 +93,11 @@ def reshard(x: jax.Array, to: PartitionSpec, *, source: PartitionSpec | None = N
     if source is None:
         # Only the partitioner knows where the array comes from, so it picks the way.
         return constrain(x, to)
-    return _compiled_move(mesh, source, to, x.shape)(x)
+    moved = _compiled_move(mesh, source, to, x.shape)(x)
+    if 0 in x.shape and isinstance(mesh, Mesh):
+        # XLA leaves whole what has no entries, whatever a program says of it.
+        moved = jax.device_put(moved, NamedSharding(mesh, to))
+    return moved
 
 
 def _check_not_manual(mesh: Mesh | AbstractMesh) -> None:
@@ -212,6 +216,9 @@ def _compiled_move(
     steps = plan(source, to, dict(mesh.shape), shape)
     whole = PartitionSpec(*source.partitions)
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+    entries, _ = spec_entries(to, len(shape))
+    parts = [parts_over(mesh.shape, entry) for entry in entries]
+    moved_shape = [size // over for size, over in zip(shape, parts, strict=True)]
 
     @jax.jit
     @functools.partial(
@@ -223,6 +230,9 @@ def _compiled_move(
         check_vma=False,
     )
     def moved(shard: jax.Array) -> jax.Array:
+        if 0 in shape:
+            # There is nothing to send, and no collective takes a dim of no entries.
+            return shard.reshape(moved_shape)
         for step in steps:
             shard = _execute(step, shard, mesh.shape)
         return shard

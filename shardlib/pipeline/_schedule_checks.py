@@ -1,12 +1,15 @@
 """What a schedule must have so that a step can run it on a mesh."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from shardlib.checks import _arguments as check
 from shardlib.layouts._rules import LAYERS, AxisRules
 from shardlib.layouts._specs import as_tuple
 from shardlib.pipeline._program import table_of
+from shardlib.pipeline.schedules._schedule import Schedule
+from shardlib.pipeline.schedules._simulate import simulate
 from shardlib.pipeline.schedules._table import Table
 
 # A schedule is anything with these attributes.
@@ -54,6 +57,13 @@ def check_table(schedule: Any) -> None:
             f"The table of `{schedule}` has {counts} parts on its stages: one program has as "
             "many on each."
         )
+    _play_through(schedule)
+
+
+@lru_cache(maxsize=64)
+def _play_through(schedule: Schedule) -> None:
+    """Refuse a schedule in which an op can never start; played once for each schedule."""
+    simulate(table_of(schedule))
 
 
 def check_stage_axis(schedule: Any, rules: AxisRules, axes: Mapping[str, int]) -> None:

@@ -22,6 +22,7 @@ from jax.core import Tracer
 
 from shardlib._text import listed
 from shardlib._tree import map_named
+from shardlib.layouts._host import to_device
 from shardlib.layouts._rules import LAYERS, counts_layers
 from shardlib.pipeline._program import table_of
 from shardlib.step._strategy import Strategy
@@ -235,6 +236,12 @@ def _check_divides(schedule: Any, path: str, shape: tuple[int, ...], dim: int, l
         loops: how many loops over layers the model has.
     """
     parts = table_of(schedule).parts // loops
+    # No layers at all would split evenly, into parts that have none to scan.
+    if not shape[dim]:
+        raise ValueError(
+            f"`{path}` of shape {shape} stacks no layers, and `{schedule}` cuts them into {parts} "
+            f"parts: use a multiple of {parts} layers, or leave `pipeline` out."
+        )
     if shape[dim] % parts == 0:
         return
     per_stage = ""
@@ -355,5 +362,10 @@ class Mover:
 
 @lru_cache(maxsize=1024)
 def _compiled_take(dim: int, sharding: Any) -> Any:
-    """`jnp.take` along a dim, whose result is sharded like its argument."""
-    return jax.jit(lambda leaf, indices: jnp.take(leaf, indices, axis=dim), out_shardings=sharding)
+    """`jnp.take` along a dim, whose result is sharded, and in the memory, as its argument is."""
+
+    def take(leaf: Any, indices: Any) -> Any:
+        # Nothing computes with an array in the host's memory: the device has one at a time.
+        return jnp.take(to_device(leaf), indices, axis=dim)
+
+    return jax.jit(take, out_shardings=sharding)

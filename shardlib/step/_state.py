@@ -263,7 +263,7 @@ class State:
         Use it under `strategy.scope()`. Its layers are in the model's own order. Where workers have
         parameters of their own, it has their mean, or what their server has.
         """
-        state = reordered(together(self), natural=True)
+        state = self._in_order
         parameters = combine(state.params, state.frozen)
         if self.layout.strategy.offloaded is not None:
             # A model computes with its parameters, which only a device can.
@@ -276,9 +276,16 @@ class State:
 
         Where workers have parameters of their own, it has their mean, or what their server has.
         """
-        parameters = together(self).replaced(opt_state=None, errors={})
-        natural = reordered(parameters, natural=True)
-        return combine(natural.params, natural.frozen)
+        state = self._in_order
+        return combine(state.params, state.frozen)
+
+    @property
+    def _in_order(self) -> "State":
+        """The state of one worker with layers in the model's order, without the optimizer's state.
+
+        No model has that, and it may be larger than the parameters, and on the host.
+        """
+        return reordered(together(self).replaced(opt_state=None, errors={}), natural=True)
 
     def with_weights(self, weights: Any) -> "State":
         """The state with these parameters, cast and sharded as its own.
