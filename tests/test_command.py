@@ -176,6 +176,9 @@ def test_plan_command_refuses_options_of_a_frontier_without_one(steps, plan_here
         (["--memory", "banana"], "`--memory banana` is no size of at least one byte: write a"),
         (["--memory", "0GiB"], "`--memory 0GiB` is no size"),
         (["--memory", ""], "`--memory ` is no size"),
+        (["--svg", "nowhere/x.svg"], "`--svg nowhere/x.svg`: there is no folder `nowhere`"),
+        (["--svg", "docs"], "`--svg docs` is a folder: name a file in it."),
+        (["--svg", ""], "is a folder: name a file in it."),
     ],
 )
 def test_plan_command_refuses_options_of_a_frontier_before_it_compiles(

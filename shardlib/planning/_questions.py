@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib._text import human_bytes
+from shardlib._user_files import check_can_write
 from shardlib.checks import _arguments as check
 from shardlib.layouts._remat_text import remat_code
 from shardlib.machine._targets import Target
@@ -53,6 +54,8 @@ def check_questions(arguments: argparse.Namespace) -> None:
         if not (arguments.frontier or arguments.largest_microbatch):
             raise ValueError("`--memory` goes with `--frontier` or `--largest-microbatch`.")
         _check_memory(arguments.memory)
+    if arguments.svg is not None:
+        check_can_write("--svg", arguments.svg)
 
 
 def _check_memory(memory: str) -> None:
