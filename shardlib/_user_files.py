@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,20 @@ def load_module(where: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def check_can_write(option: str, file: str) -> None:
+    """Refuse a file that an option of a command names, where none can be written.
+
+    It is for files that come at the end of long work, which would be lost with them.
+    """
+    path = Path(file)
+    if path.is_dir():
+        raise ValueError(f"`{option} {file}` is a folder: name a file in it.")
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(f"`{option} {file}`: there is no folder `{folder}` to write it into.")
+    # A file that is there is written over, and needs no new entry in its folder.
+    written_to = path if path.exists() else folder
+    if not os.access(written_to, os.W_OK):
+        raise ValueError(f"`{option} {file}`: you may not write to `{written_to}`.")

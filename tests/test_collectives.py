@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from machines import devices_of
 
 from shardlib.compiled._collectives import Collective, collectives, summary
+from shardlib.compiled._runs import taken_scope
 from shardlib.compiled._source_lines import IF_UNEVEN
 
 
@@ -223,6 +224,27 @@ def test_collectives_in_every_branch_of_a_conditional_count(mesh):
         ("all-reduce", ("b", "c")),
     ]
     assert all(one.conditional for one in found)
+
+
+def test_collectives_in_a_branch_count_as_often_as_its_scope_says(mesh):
+    """A conditional in a branch is one of which nothing is told: it counts as taken."""
+
+    def total(x):
+        return jnp.tanh(jax.lax.psum(x, "a"))
+
+    def some_rounds(x, number):
+        with jax.named_scope(taken_scope(4, of=6)):
+            within = lambda x: jax.lax.cond(jnp.sum(x) > 1, total, jnp.sin, x)
+            return jax.lax.cond(number > 1, within, jnp.cos, x), None
+
+    def while_large(x):
+        again = lambda x: some_rounds(x, jnp.sum(x))[0]
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, again, x)
+
+    [found] = manual(lambda x: jax.lax.scan(some_rounds, x, jnp.arange(6))[0], mesh)
+    assert (found.times, found.times_known, found.conditional) == (4, True, True)
+    [found] = manual(while_large, mesh)
+    assert (found.times, found.times_known, found.conditional) == (1, False, True)
 
 
 def test_collectives_list_all_operands_of_combined_all_reduces(mesh):

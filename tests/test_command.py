@@ -170,6 +170,27 @@ def test_plan_command_refuses_options_of_a_frontier_without_one(steps, plan_here
     assert result.returncode == 2 and "add `--frontier`" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--memory", "banana"], "`--memory banana` is no size of at least one byte: write a"),
+        (["--memory", "0GiB"], "`--memory 0GiB` is no size"),
+        (["--memory", ""], "`--memory ` is no size"),
+        (["--svg", "nowhere/x.svg"], "`--svg nowhere/x.svg`: there is no folder `nowhere`"),
+        (["--svg", "docs"], "`--svg docs` is a folder: name a file in it."),
+        (["--svg", ""], "is a folder: name a file in it."),
+    ],
+)
+def test_plan_command_refuses_options_of_a_frontier_before_it_compiles(
+    steps, plan_here, monkeypatch, options, words
+):
+    """What it compiled would be lost, and an exit code of 1 would say that nothing fits."""
+    monkeypatch.setattr(_command, "_run_child", None)
+    result = plan_here(f"{steps}:blocky", "--target", "cpu:4", "--frontier", *options)
+    assert result.returncode == 2 and words in result.stderr
+    assert "Traceback" not in result.stderr and not result.stdout
+
+
 @pytest.mark.long
 def test_plan_command_prints_and_draws_a_frontier(steps, tmp_path, plan_here):
     picture = tmp_path / "frontier.svg"

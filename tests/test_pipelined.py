@@ -621,6 +621,94 @@ def test_pipelined_step_compiles_to_one_permute_each_way_and_flat_memory(platfor
     assert memory[32] / memory[8] <= 1.02, memory
 
 
+# A toy in which all is split over `model`: before, in and after one or two loops over 8 layers.
+# Each product of two matrices ends, forward, with a sum of what it makes, and begins, backward,
+# with a sum of the gradient of what it takes. Widths tell which: 16 and 20 in the loops.
+LOOPS = {"encoder_layers": 16, "layers": 20}
+
+
+def make_split(loops):
+    shapes = {"head": (LOOPS[loops[-1]], 24)}
+    before = 8
+    for name in loops:
+        shapes |= {f"to_{name}": (before, LOOPS[name]), name: (LOOPS[name], LOOPS[name])}
+        before = LOOPS[name]
+    model, names = {}, {}
+    for name, (taken, made) in shapes.items():
+        sizes, outer = ((8,), (name,)) if name in loops else ((), ())
+        model[name] = {"up": jnp.ones((*sizes, taken, 32)), "down": jnp.ones((*sizes, 32, made))}
+        names |= {f"{name}/up": (*outer, "embed", "mlp"), f"{name}/down": (*outer, "mlp", "embed")}
+    return sl.annotate(model, names)
+
+
+def loss_of_split(model, x, rng):
+    def product(x, w):
+        return jnp.tanh(x @ w["up"]) @ w["down"]
+
+    for name in LOOPS:
+        if name in model:
+            x = product(x, model[f"to_{name}"])
+            x, _ = jax.lax.scan(lambda x, w: (x + product(x, w), None), x, model[name])
+    return jnp.mean(product(x, model["head"]) ** 2)
+
+
+def times_by_width(plan, kind, axis):
+    """How often the collectives over an axis of a plan run, by the last dim of what they take."""
+    times = dict.fromkeys((16, 20, 24), 0)
+    for one in plan.collectives:
+        if one.kind == kind and one.axes == (axis,) and one.operand_bytes > 64:
+            times[one.shapes[0][-1]] += one.times
+    return times
+
+
+@pytest.mark.long
+@pytest.mark.sentinel("ZBV-1-none-cpu")
+@pytest.mark.parametrize(
+    ("schedule", "loops", "remat", "platform"),
+    [
+        *((schedule, 1, "none", "cpu") for schedule in ALL[:4]),
+        (pipeline.ZBV, 1, "none", "cpu"),
+        (pipeline.GPipe, 1, "stage", "cpu"),
+        (pipeline.ZBV, 2, "none", "cpu"),
+        (pipeline.Interleaved, 2, "stage", "cpu"),
+        pytest.param(pipeline.ZBV, 2, "none", "v5e:2x4", marks=pytest.mark.tpu_compiler),
+        pytest.param(pipeline.ZBV, 2, "none", "h200:1x1x8", marks=pytest.mark.gpu_compiler),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_plans_count_a_collective_in_a_pass_as_often_as_a_stage_has_such_a_pass(
+    schedule, loops, remat, platform
+):
+    names = ["encoder_layers", "layers"][-loops:]
+    mesh = mesh_on(platform, "stage=2,data=1,model=4")
+    strategy = sl.Strategy(mesh=mesh, rules=RULES, pipeline=schedule(2, 4), remat=remat)
+    optimizer = optax.sgd(1.0)
+    state = sl.init(lambda: make_split(names), optimizer, strategy, abstract=True)
+    x = jax.ShapeDtypeStruct((32, 8), "float32")
+    train = sl.plan(sl.train_step(loss_of_split, strategy), state, x)
+    measured = sl.plan(sl.evaluation(loss_of_split, strategy), state, x)
+
+    # Forward: each of 4 microbatches goes through 4 layers of a stage, and once through a start.
+    expected = dict.fromkeys((16, 20, 24), 0)
+    for name in names:
+        expected[LOOPS[name]] = 4 * 4 + 4
+    expected[24] = 4
+    assert times_by_width(measured, "all-reduce", "model") == expected
+    # Recomputing does both once more. Backward: the same layers, and what comes after the loop,
+    # a head or the start of the next one. Its own start makes no gradient of the batch.
+    for name in names:
+        expected[LOOPS[name]] *= 2 if remat == "stage" else 1
+        expected[LOOPS[name]] += 4 * 4 + 4
+    assert times_by_width(train, "all-reduce", "model") == expected
+
+    # What is sent between stages is outside of passes: in every tick, over every channel.
+    for plan, trains in ((train, True), (measured, False)):
+        made = program_of(schedule(2, 4), loops=loops, trains=trains)
+        channels = [far for kind in made.channels.values() for far in kind if far]
+        sent = times_by_width(plan, "collective-permute", "stage")
+        assert sent[LOOPS[names[-1]]] == made.ticks * len(channels)
+
+
 # What is refused.
 
 

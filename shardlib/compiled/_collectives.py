@@ -29,7 +29,8 @@ from jax.sharding import Mesh
 from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
 from shardlib.compiled._device_groups import Devices, longest_chain
-from shardlib.compiled._hlo import Instruction, Program, Run, Scope, arrays, size_bytes, text_of
+from shardlib.compiled._hlo import Instruction, Program, Scope, arrays, size_bytes, text_of
+from shardlib.compiled._runs import Run
 
 KINDS = (
     "all-reduce",
@@ -65,7 +66,8 @@ class Collective:
     - `times_known`: False inside a loop that runs an unknown number of times, counted as once; or
       as zero times if it takes an uneven load of experts to run it at all.
     - `further_times`: how often each further round of such a load runs it.
-    - `conditional`: whether it is inside a branch of a conditional, counted as if taken.
+    - `conditional`: whether it is inside a branch of a conditional, counted as if taken; in a
+      pipeline as often as a stage has such a pass.
     - `op_name`: JAX's name stack.
     - `sources`: `file:line` of the user's code; several where collectives were combined.
     - `slow`: whether it runs between slices, over the slow network.

@@ -26,7 +26,7 @@ def compiled_flops(compiled: Any) -> int:
 
     A multiplication and an addition count each. Loops count as often as they run where loads are
     even; an error names another loop with products whose length the program does not tell. All
-    branches count.
+    branches count, and those of a pipeline's passes as often as a stage has such a pass.
 
     Args:
         compiled: a compiled program, or its text.

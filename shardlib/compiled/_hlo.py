@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from shardlib.checks import _arguments as check
 from shardlib.compiled._kernel_products import call_multiplies
+from shardlib.compiled._runs import Run
 from shardlib.compiled._source_lines import is_if_uneven, stack_lines
 
 
@@ -102,26 +103,14 @@ class Scope:
         return int(made.get(r"index=(\d+)"))
 
 
-@dataclass(frozen=True)
-class Run:
-    """How often an instruction runs in one execution of the program.
-
-    `times` counts the loops around it whose length is `known`; an unknown one counts as once, or as
-    never if named `IF_UNEVEN`, whose rounds add `further` runs each. A branch counts as taken.
-    """
-
-    times: int = 1
-    further: int = 0
-    known: bool = True
-    conditional: bool = False
-
-
 # No type has a space before a word and a parenthesis, so the first such word is the opcode.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\) -> .*\{$")
 # The parenthesis that closes the operands: attributes, or nothing, follow it.
 _END_OF_ARGUMENT = re.compile(r"\)(?=, [a-z_-]+=|$)")
 
+# How often what the entry lists runs.
+_ONCE = Run()
 # How many instructions are passed in search of one that says where it came from.
 _DEEPEST = 4
 
@@ -157,7 +146,7 @@ class Program:
         return Scope(self.entry, self.computations[self.entry])
 
     def walk(
-        self, scope: Scope | None = None, run: Run = Run()
+        self, scope: Scope | None = None, run: Run = _ONCE
     ) -> Iterator[tuple[Scope, Instruction, Run]]:
         """Every instruction in the order of the program, with how often it runs.
 
@@ -174,15 +163,17 @@ class Program:
     def _run_inside(self, scope: Scope, made: Instruction, run: Run) -> Run:
         """How often what an instruction calls runs, where the instruction itself runs as `run`.
 
-        Loops multiply, and an unknown number of times anywhere around makes the product unknown.
+        Loops multiply, and an unknown number of times anywhere around makes the product unknown;
+        one of a loop `IF_UNEVEN` counts as none.
         """
         if made.opcode == "conditional":
-            return replace(run, conditional=True)
+            # Its own name, not that of what it is made from, which may be another conditional.
+            return run.in_branch(made.get(r'\bop_name="([^"]*)"'))
         if made.opcode != "while":
             return run
         count = self.trip_count(scope, made)
         if count is not None:
-            return replace(run, times=run.times * count, further=run.further * count)
+            return run.in_loop(count)
         if is_if_uneven(self.origin(scope, made)[0]):
             return replace(run, times=0, further=run.further or run.times, known=False)
         return replace(run, known=False)

@@ -13,7 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from shardlib.compiled._hlo import Instruction, Program, Run, Scope, arrays, size_bytes, text_of
+from shardlib.compiled._hlo import Instruction, Program, Scope, arrays, size_bytes, text_of
+from shardlib.compiled._runs import Run
 
 _HOST = "S(5)"
 _MOVES = ("copy", "dynamic-slice", "dynamic-update-slice")

@@ -24,7 +24,7 @@ from shardlib.pipeline._buffers import Buffers, replaced, with_slot, zeros
 from shardlib.pipeline._cut_loss import Cut
 from shardlib.pipeline._loop import Arrays
 from shardlib.pipeline._outside_loops import OutsideLoops
-from shardlib.pipeline._pass_row import PassRow
+from shardlib.pipeline._pass_row import PassRow, cond_told
 from shardlib.pipeline._passes import Passes
 from shardlib.pipeline._program import Program, channel
 from shardlib.tracing._jaxpr import picked
@@ -119,7 +119,8 @@ class Executor:
     ) -> tuple[Arrays, _State]:
         """The forward pass of a tick, if there is one, and after the last part the head."""
         forward = PassRow(row, "F")
-        output_wire, buffers = lax.cond(
+        output_wire, buffers = self._cond(
+            self.program.passes,
             forward.happens,
             partial(self.passes.forward, forward),
             lambda buffers: (nothing, buffers),
@@ -127,7 +128,8 @@ class Executor:
         )
         # The head comes right behind the last part, in the same tick. No part receives what the
         # last one made.
-        buffers, outer_sums, totals = lax.cond(
+        buffers, outer_sums, totals = self._cond(
+            self.table.microbatches,
             self._is_last(forward),
             lambda *operands: self.outside.head(forward, output_wire, *operands),
             lambda *same: same,
@@ -143,14 +145,17 @@ class Executor:
         `B` and `W` of one tick may be of the same microbatch: `W` reads what `B` has just saved.
         """
         backward = PassRow(row, "B")
-        gradient_wire, buffers, layer_sums = lax.cond(
+        gradient_wire, buffers, layer_sums = self._cond(
+            self.program.passes,
             backward.happens,
             partial(self.passes.backward, backward),
             lambda buffers, layer_sums: (no_gradients, buffers, layer_sums),
             *(state.buffers, state.layer_sums),
         )
         # The first part of a loop is followed, backward, by the start of the loop.
-        gradient_wire, outer_sums = lax.cond(
+        # Inside, `switch_loop` says how many of the passes are of which loop.
+        gradient_wire, outer_sums = self._cond(
+            self.table.microbatches * self.program.loops,
             backward.happens & (backward.part % self.program.parts_per_loop == 0),
             lambda wire, sums: self.outside.start_backward(backward, wire, buffers, sums),
             lambda *same: same,
@@ -158,7 +163,8 @@ class Executor:
         )
         if self.table.splits:
             weights = PassRow(row, "W")
-            layer_sums = lax.cond(
+            layer_sums = self._cond(
+                self.program.passes,
                 weights.happens,
                 partial(self.passes.weight_pass, weights, buffers),
                 lambda same: same,
@@ -190,14 +196,17 @@ class Executor:
             buffers, totals = state
             row = {name: numbers[stage] for name, numbers in rows.items()}
             forward = PassRow(row, "F")
-            output_wire = lax.cond(
+            output_wire = self._cond(
+                self.program.passes,
                 forward.happens,
                 lambda: self.passes.forward(forward, buffers)[0],
                 lambda: nothing,
             )
             # Only one stage has the last part. On the others the totals stay zero.
             head = partial(self._measured_head, forward, output_wire)
-            totals = lax.cond(self._is_last(forward), head, lambda same: same, totals)
+            totals = self._cond(
+                self.table.microbatches, self._is_last(forward), head, lambda same: same, totals
+            )
             return (self._with_arrivals(buffers, row, "F", output_wire), totals), None
 
         start = self.passes.buffers(), self._empty_totals()
@@ -213,6 +222,10 @@ class Executor:
         inputs = self.inputs(forward.microbatch)
         outputs = self.cut.after(self.passes.outer, inputs, travelled, self.summed_outputs)
         return [total + output for total, output in zip(totals, outputs, strict=True)]
+
+    def _cond(self, times: int, *given: Any) -> Any:
+        """`lax.cond(*given)`, of which a stage takes the first branch in `times` ticks at most."""
+        return cond_told(times, self.program.ticks, *given)
 
     def _is_last(self, forward: PassRow) -> Any:
         """Whether this stage has a forward pass through the last part in this tick."""

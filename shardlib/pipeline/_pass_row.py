@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 from jax import lax
 
+from shardlib.compiled._runs import taken_scope
 from shardlib.pipeline._program import Program
 
 
@@ -57,6 +59,16 @@ class PassRow:
         return self.numbers[f"{self.kind}.{buffer}"]
 
 
+def cond_told(times: int, of: int, *given: Any) -> Any:
+    """`lax.cond(*given)`, with a name that tells plans how often its first branch is taken.
+
+    That is `times` out of `of` times that a stage comes here, the stage that takes it most often.
+    Otherwise a plan counts what a pass sends as if there were such a pass in every tick.
+    """
+    with jax.named_scope(taken_scope(times, of=of)):
+        return lax.cond(*given)
+
+
 def switch_loop(program: Program, pass_row: PassRow, do: Callable[..., Any], *operands: Any) -> Any:
     """`do(loop, pass_row, *operands)` for the loop that the pass's part belongs to.
 
@@ -68,4 +80,6 @@ def switch_loop(program: Program, pass_row: PassRow, do: Callable[..., Any], *op
     # All loops have the same number of parts, and parts are numbered through all loops.
     loop_number = pass_row.part // program.parts_per_loop
     branches = [partial(do, loop, pass_row) for loop in range(program.loops)]
-    return lax.switch(loop_number, branches, *operands)
+    # Every stage has as many parts of each loop, and so as many passes.
+    with jax.named_scope(taken_scope(1, of=program.loops)):
+        return lax.switch(loop_number, branches, *operands)

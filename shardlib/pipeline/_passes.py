@@ -41,7 +41,7 @@ from shardlib.pipeline._buffers import (
 from shardlib.pipeline._cut_loss import Cut
 from shardlib.pipeline._layer import Layer, layer
 from shardlib.pipeline._loop import Arrays
-from shardlib.pipeline._pass_row import PassRow, switch_loop
+from shardlib.pipeline._pass_row import PassRow, cond_told, switch_loop
 from shardlib.pipeline._program import Program
 from shardlib.tracing._jaxpr import picked
 
@@ -241,7 +241,8 @@ class Passes:
 
         # The number of the part is traced, so that a `cond` has to choose.
         is_first = pass_row.part == loop * self.parts_per_loop
-        return lax.cond(is_first, start, lambda: self.cut.wire.unpacked(loop, arrived))
+        unpack = partial(self.cut.wire.unpacked, loop, arrived)
+        return cond_told(1, self.chunks_per_loop, is_first, start, unpack)
 
     def _run_part(
         self, loop: int, pass_row: PassRow, buffers: Buffers, residual_buffer: Arrays, slot: Any
@@ -296,9 +297,8 @@ class Passes:
         residual_buffer: Arrays = []
         if self.table.trains and not self.program.recompute:
             residual_buffer = buffers["kept"][loop]
-        travelled, residual_buffer = self._run_part(
-            loop, pass_row, buffers, residual_buffer, pass_row.slot("kept")
-        )
+        slot = pass_row.slot("kept")
+        travelled, residual_buffer = self._run_part(loop, pass_row, buffers, residual_buffer, slot)
         output_wire = self.cut.wire.packed(loop, travelled)
         if residual_buffer:
             buffers = with_loop(buffers, "kept", loop, residual_buffer)

@@ -80,6 +80,11 @@ class Program:
         """How many ticks there are in a step."""
         return len(self.rows["F"])
 
+    @property
+    def passes(self) -> int:
+        """How many passes of each kind a stage has; `step/_layer_order` refuses unequal numbers."""
+        return self.table.microbatches * self.table.parts // self.table.stages
+
 
 @lru_cache(maxsize=64)
 def table_of(schedule: Schedule) -> Table:

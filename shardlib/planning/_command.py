@@ -28,7 +28,7 @@ from shardlib.data._store import cache_folder
 from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
 from shardlib.planning._estimate import Estimate
 from shardlib.planning._lower import line_of_user
-from shardlib.planning._questions import add_questions, answer_of
+from shardlib.planning._questions import add_questions, answer_of, check_questions
 from shardlib.step._step import Step
 
 # The variable by which a child knows that it is one, and where it writes its answer.
@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         Target(arguments.target)
         _split(arguments.make_step)
+        check_questions(arguments)
     except ValueError as error:
         return _refuse(str(error))
     # What can be refused at once has been: the process below takes seconds to start.

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlib._text import human_bytes
+from shardlib._user_files import check_can_write
+from shardlib.checks import _arguments as check
 from shardlib.layouts._remat_text import remat_code
 from shardlib.machine._targets import Target
 from shardlib.planning._frontier import frontier
@@ -41,6 +43,32 @@ def add_questions(command: argparse.ArgumentParser) -> None:
     )
 
 
+def check_questions(arguments: argparse.Namespace) -> None:
+    """Refuse options that cannot be meant, before a compiler takes minutes."""
+    if not arguments.frontier:
+        if arguments.svg is not None:
+            raise ValueError("`--svg` draws a frontier: add `--frontier`.")
+        if arguments.compile_all or arguments.points is not None:
+            raise ValueError("`--compile-all` and `--points` are of a frontier: add `--frontier`.")
+    if arguments.memory is not None:
+        if not (arguments.frontier or arguments.largest_microbatch):
+            raise ValueError("`--memory` goes with `--frontier` or `--largest-microbatch`.")
+        _check_memory(arguments.memory)
+    if arguments.svg is not None:
+        check_can_write("--svg", arguments.svg)
+
+
+def _check_memory(memory: str) -> None:
+    """Refuse a size that cannot be read. That nothing fits has another exit code."""
+    try:
+        check.size("plan", "memory", memory, "a size")
+    except ValueError as error:
+        raise ValueError(
+            f"`--memory {memory}` is no size of at least one byte: write a number and a unit, such "
+            'as "14GiB" or "900MB".'
+        ) from error
+
+
 def answer_of(
     arguments: argparse.Namespace, subject: tuple[Any, ...], name: str, cache: Path | None
 ) -> dict[str, Any]:
@@ -49,17 +77,11 @@ def answer_of(
     step, state, batch, *rest = subject
     if arguments.frontier:
         return _frontier(arguments, _of_ours(step), state, batch, target, cache)
-    if arguments.svg:
-        raise ValueError("`--svg` draws a frontier: add `--frontier`.")
-    if arguments.compile_all or arguments.points is not None:
-        raise ValueError("`--compile-all` and `--points` are of a frontier: add `--frontier`.")
     if arguments.largest_microbatch:
         memory = arguments.memory
         found = largest_microbatch(_of_ours(step), state, batch, target, memory=memory, cache=cache)
         values = dataclasses.asdict(found) | {"best": dataclasses.asdict(found.best)}
         return _answer(arguments, str(found), values, True)
-    if arguments.memory:
-        raise ValueError("`--memory` goes with `--frontier` or `--largest-microbatch`.")
     estimate = next(iter(rest), None)
     planned = plan(step, state, batch, target, estimate=estimate, name=name, cache=cache)
     return _answer(arguments, str(planned), planned.as_dict(), planned.fits)

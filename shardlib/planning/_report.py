@@ -396,8 +396,8 @@ def _route(collective: Any) -> _Route:
 def _because(collective: Any) -> str:
     """The lines of Python that cause a collective, at most three, and how often it may run.
 
-    The note matters because a collective in a branch is counted as if the branch were taken, and
-    the passes of a loop of unknown length are not counted.
+    The note matters because a collective in a branch is counted as if the branch were taken, if it
+    is not in a pass of a pipeline, and the rounds of a loop of unknown length are not counted.
     """
     # A `dict` keeps the order of the lines, and the first of those that are equal.
     because = ", ".join(dict.fromkeys(map(short, collective.sources[:3])))
