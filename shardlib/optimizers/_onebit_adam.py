@@ -138,6 +138,7 @@ class FrozenVariance:
             sends=lambda state: state.frozen,
             message=self.message,
             for_run=lru_cache(self.for_run),
+            unmasked=lambda: replace(self, mask=None).local,
         )
 
     @cached_property

@@ -171,6 +171,7 @@ class _ZeroOneAdam:
             message=self.message,
             met=self.met,
             for_run=lru_cache(self.for_run),
+            unmasked=lambda: replace(self, mask=None).optimizer,
         )
 
     @cached_property
