@@ -27,6 +27,7 @@ from shardlib.checks import _arguments as check
 from shardlib.optimizers._hyperparameters import (
     check_learning_rate,
     check_length,
+    check_mask_fits,
     checked_adam,
     needs_own_gradients,
 )
@@ -189,6 +190,7 @@ class _ZeroOneAdam:
 
     def init(self, params: Any) -> ZeroOneAdamState:
         """The state before the first step, in which the variance sees a gradient."""
+        check_mask_fits(_NAME, self.mask, params)
         zero, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
         zeros = jax.tree.map(jnp.zeros_like, params)
         return ZeroOneAdamState(
