@@ -328,9 +328,10 @@ CALLS: tuple[Call, ...] = (
           "steps": _OPTIONAL}),
     _call("sl.optimizers.delayed", "optax.sgd(0.1)", "1"),
     _call("sl.optimizers.Apart", "silent", "silent", averages="silent", alike="silent",
-    meets="silent", message="silent", met="silent", for_run="silent"),
+    meets="silent", message="silent", met="silent", for_run="silent", unmasked="silent",
+    also={"unmasked": _OPTIONAL}),
     _call("sl.optimizers.Local", "silent", "silent", sends="silent", message="silent",
-    for_run="silent"),
+    for_run="silent", unmasked="silent", also={"unmasked": _OPTIONAL}),
     # Experts
     _call("sl.experts.local_experts", "8"),
     _call("sl.experts.load_picture", "[{'step': 1, 'load': [1.0, 1.0]}]", "'load'"),

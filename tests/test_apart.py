@@ -521,6 +521,28 @@ def test_fragments_meet_in_turn():
     np.testing.assert_array_equal(state.params["stack"][0], own[0, 0])
 
 
+@pytest.mark.representative("meanwhile")
+@pytest.mark.long
+@pytest.mark.sentinel("after a step")
+@pytest.mark.parametrize("overlap", [False, True], ids=["after a step", "meanwhile"])
+def test_what_meets_when_depends_on_no_layout(overlap, tmp_path):
+    """Resumed on another mesh, with devices that have other numbers of rows than take turns."""
+    meeting = DiLoCo("pod", every=3, fragments=3, overlap=overlap)
+    whole = strategy_with(mesh="pod=2,data=4,model=1", exchange=meeting)
+    # A device has 4 rows of one matrix, and of the other 2.
+    cut = strategy_with(mesh="pod=2,data=2,model=2", exchange=meeting, zero=split(3))
+    half, _ = run(whole, 4)
+    with sl.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(half)
+        checkpoints.wait()
+        resumed = checkpoints.restore(sl.init(make, ADAM, cut, abstract=True)).state
+    through, _ = run(whole, 3, half)
+    state, _ = run(cut, 3, resumed)
+    close = functools.partial(chex.assert_trees_all_close, rtol=1e-3, atol=1e-4)
+    close(jax.device_get(state.params), jax.device_get(through.params))
+    close(jax.device_get(state.workers.params), jax.device_get(through.workers.params))
+
+
 REFUSED = {
     "an interval of zero": (lambda: LocalSGD("pod", every=0), "every=0.*at least 1"),
     "fragments that do not take turns": (

@@ -424,6 +424,33 @@ def test_break_even_counts_what_an_optimizer_sends_over_a_run():
     assert found.sent_bytes == pytest.approx(shares @ [exact, coded])
 
 
+def test_break_even_counts_an_optimizer_whose_mask_is_that_of_a_model():
+    of = dict(parameters=8e6, workers=4, bandwidth=1e9, steps=99)
+    optimizers = sl.optimizers
+    for make in (optimizers.onebit_adam, optimizers.onebit_lamb, optimizers.zero_one_adam):
+        plain = sl.break_even(**of, optimizer=make(1e-3, freeze=9))
+        for mask in ({"w": True, "b": False}, lambda params: dict.fromkeys(params, True)):
+            optimizer = make(1e-3, freeze=9, weight_decay=0.1, mask=mask)
+            assert sl.break_even(**of, optimizer=optimizer) == plain
+
+
+def test_break_even_takes_what_goes_between_workers_apart_as_float32():
+    """Moves, and the gradients of 0/1 Adam; those of 1-bit Adam are as gradients are."""
+    of = dict(parameters=8e6, workers=4, bandwidth=1e9)
+    exact, c = 2 * 4 * 8e6 * 3 / 4, sl.collectives
+    for exchange in (c.LocalSGD("pod", every=8), c.DiLoCo("pod", every=8)):
+        for itemsize, bytes in ((2, exact), (4, exact), (8, 2 * exact)):
+            found = sl.break_even(**of, itemsize=itemsize, exchange=exchange)
+            assert found.most_bytes == pytest.approx(bytes)
+            assert found.exact_seconds == pytest.approx(itemsize / 4 * exact / 1e9)
+    for make, bytes in (
+        (sl.optimizers.zero_one_adam, exact),
+        (sl.optimizers.onebit_adam, exact / 2),
+    ):
+        found = sl.break_even(**of, itemsize=2, optimizer=make(1e-3, freeze=9), steps=99)
+        assert found.most_bytes == pytest.approx(bytes)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

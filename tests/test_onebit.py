@@ -468,6 +468,39 @@ def test_onebit_refuses_invalid_settings(call, message):
         call()
 
 
+OPTIMIZERS = (onebit_adam, sl.optimizers.onebit_lamb, sl.optimizers.zero_one_adam)
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+def test_masks_are_those_of_optax_and_refused_where_they_fit_no_parameters(make_optimizer):
+    """Numpy's bools, one for a whole branch, and one for a parameter that is not trained."""
+    params = {"up": {"w": jnp.ones(3), "b": jnp.ones(3)}, "down": [jnp.ones(3)], "frozen": None}
+
+    def start(mask):
+        return make_optimizer(0.1, freeze=2, weight_decay=0.1, mask=mask).init(params)
+
+    yes, no = np.True_, np.False_
+    start({"up": {"w": yes, "b": no}, "down": yes, "frozen": no})
+    start({"up": True, "down": no, "frozen": None})
+    start(lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
+    refused = {
+        "has no bool for `up/b`.* has one for `up/c`, which": {
+            "up": {"w": True, "c": True},
+            "down": True,
+            "frozen": True,
+        },
+        "has no bool for `down/0`, `up/b`, `up/w`. Give": {"frozen": True},
+        "has no bool for `frozen`. Give": {"up": True, "down": True},
+        "has containers of other types": {"up": True, "down": (True,), "frozen": True},
+    }
+    for message, mask in refused.items():
+        for given in (mask, lambda params, mask=mask: mask):
+            with pytest.raises(ValueError, match=message):
+                start(given)
+    with pytest.raises(ValueError, match="a tree of bools like the parameters"):
+        start({"up": 1, "down": True, "frozen": True})
+
+
 @pytest.mark.long
 def test_onebit_step_reports_overflowing_codes_as_nonfinite():
     strategy = sl.Strategy(rules=RULES, mesh=PODS, exchange=OneBit("pod", scale="rms"))

@@ -87,6 +87,7 @@ SERVERS = {
     "every device, split": dict(
         mesh="pod=1,data=8,model=1", exchange=ParameterServer("data"), zero=split(0)
     ),
+    "pods, stage 0": dict(mesh=PODS, exchange=ParameterServer("pod"), zero=split(0)),
     "pods, stage 1": dict(mesh=PODS, exchange=ParameterServer("pod"), zero=split(1)),
     "pods, stage 3, clipped": dict(
         mesh=PODS, exchange=ParameterServer("pod"), zero=split(3), clip=0.5
@@ -335,6 +336,29 @@ def test_gradients_go_to_the_server_and_parameters_come_back_once(platform):
     assert large <= 1.02 * 2 * 4 * elements * 7 / 8
     assert large >= 0.98 * 2 * 4 * elements * 7 / 8
     assert sum(sent) - large <= 4096
+
+
+def test_devices_of_a_worker_that_hold_the_same_send_a_share_each():
+    """Four of them share a matrix whose halves do not divide by four."""
+    found = []
+    for devices in (1, 4):
+        strategy = sl.Strategy(
+            mesh=sl.make_mesh(f"pod=2,data={devices}", devices=jax.devices()[: 2 * devices]),
+            rules=sl.AxisRules(batch=("pod", "data")),
+            zero=split(0),
+            exchange=ParameterServer("pod"),
+        )
+        state = sl.init(lambda: {"w": jnp.ones((62, 33))}, ADAM, strategy)
+        step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model["w"] - 1) ** 2), strategy)
+        x = np.random.default_rng(0).normal(size=(16, 62)).astype("f4")
+        sent = sl.plan(step, state, x).collectives
+        between = [one for one in sent if one.axes == ("pod",) and one.sent_bytes > 64]
+        # The other half of the gradient, and as much of parameters.
+        assert [one.sent_bytes for one in between] == [4 * -(-31 * 33 // devices)] * 2
+        for _ in range(2):
+            state, _ = step(state, x)
+        found.append(jax.device_get((state.params, state.workers.params)))
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
 
 
 REFUSED = {

@@ -9,13 +9,15 @@ before. They arrive one after the other, and the server takes an update with eac
 
 Of n workers, each gradient is older than the parameters that it moves by n - 1 updates. Every
 device is the server of a part of the parameters. So the gradients of all workers go to it in one
-exchange of parts, an all-to-all, and what workers go on from comes back in another.
+exchange of parts, an all-to-all, and what workers go on from comes back in another. If several
+devices of a worker hold the same, each sends its share of it, and they gather what has come.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +25,10 @@ from jax import lax
 
 from shardlib.collectives._exact import Exchange, buckets
 from shardlib.collectives._exchanges import check_axis
+from shardlib.collectives._worker_sums import other_axes
 from shardlib.collectives._zero import Zero
 from shardlib.collectives._zero_split import Split, split_further
-from shardlib.layouts._specs import as_tuple
+from shardlib.layouts._specs import as_tuple, spec_axes
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,24 @@ def split_of_server(
     return split_further(zero, apart, sizes, shape, of_worker.spec, names, only_whole=False)
 
 
+class ServerAxes(NamedTuple):
+    """The axes along which workers and their devices lie.
+
+    Attributes:
+        apart: those of the workers.
+        sizes: of all axes of the mesh.
+    """
+
+    apart: tuple[str, ...]
+    sizes: Mapping[str, int]
+
+    def shared(self, split: Split) -> tuple[str, ...]:
+        """The axes along which a worker's devices hold the same of what the server splits so."""
+        return other_axes(self.sizes, (*self.apart, *spec_axes(split.spec)))
+
+
 def to_server(
-    arrays: Sequence[jax.Array],
-    splits: Sequence[Split],
-    apart: tuple[str, ...],
-    bucket_bytes: int,
+    arrays: Sequence[jax.Array], splits: Sequence[Split], axes: ServerAxes, bucket_bytes: int
 ) -> list[jax.Array]:
     """Give each device what all workers have of the parts that it serves: `(workers, *part)`.
 
@@ -101,49 +117,53 @@ def to_server(
     Args:
         arrays: the shards.
         splits: how the server's are split, one for each.
-        apart: the axes of the workers.
+        axes: those of the workers, and their sizes.
         bucket_bytes: the most bytes that go in one collective, unless one array has more.
     """
     arrived = list(arrays)
-    split, whole = _by_split(splits)
-    for bucket in buckets(arrays, split, bucket_bytes):
-        parts = [_cut(arrays[i], splits[i], lax.axis_size(apart)) for i in bucket]
-        for i, columns in zip(bucket, _exchanged(parts, apart), strict=True):
-            arrived[i] = columns
-    for bucket in buckets(arrays, whole, bucket_bytes):
-        gathered = lax.all_gather([arrays[i] for i in bucket], apart)
+    for shared, split in _by_shared(splits, axes).items():
+        for bucket in buckets(arrays, split, bucket_bytes):
+            parts = [_cut(arrays[i], splits[i], lax.axis_size(axes.apart)) for i in bucket]
+            columns = _exchanged(parts, axes.apart, shared)
+            for i, column in zip(bucket, columns, strict=True):
+                arrived[i] = column
+    for bucket in buckets(arrays, _whole(splits), bucket_bytes):
+        gathered = lax.all_gather([arrays[i] for i in bucket], axes.apart)
         for i, rows in zip(bucket, gathered, strict=True):
             arrived[i] = rows
     return arrived
 
 
 def to_workers(
-    arrays: Sequence[jax.Array],
-    splits: Sequence[Split],
-    apart: tuple[str, ...],
-    bucket_bytes: int,
+    arrays: Sequence[jax.Array], splits: Sequence[Split], axes: ServerAxes, bucket_bytes: int
 ) -> list[jax.Array]:
     """Give each worker what all devices have for it: undoes `to_server`, with the same arguments.
 
     What every device has whole, of all workers, is sent nowhere.
     """
     arrived = list(arrays)
-    split, whole = _by_split(splits)
-    for bucket in buckets(arrays, split, bucket_bytes):
-        parts = [arrays[i] for i in bucket]
-        for i, columns in zip(bucket, _exchanged(parts, apart), strict=True):
-            arrived[i] = _joined(columns, splits[i])
-    for i in whole:
-        arrived[i] = arrays[i][lax.axis_index(apart)]
+    for shared, split in _by_shared(splits, axes).items():
+        for bucket in buckets(arrays, split, bucket_bytes):
+            columns = _exchanged([arrays[i] for i in bucket], axes.apart, shared)
+            for i, column in zip(bucket, columns, strict=True):
+                arrived[i] = _joined(column, splits[i])
+    for i in _whole(splits):
+        arrived[i] = arrays[i][lax.axis_index(axes.apart)]
     return arrived
 
 
-def _by_split(splits: Sequence[Split]) -> tuple[list[int], list[int]]:
-    """The positions of what is split, and of what is not."""
-    split, whole = [], []
-    for position, each in enumerate(splits):
-        (whole if each.dim is None else split).append(position)
-    return split, whole
+def _by_shared(splits: Sequence[Split], axes: ServerAxes) -> dict[tuple[str, ...], list[int]]:
+    """The positions of what is split, by the axes along which a worker's devices hold the same."""
+    positions: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for position, split in enumerate(splits):
+        if split.dim is not None:
+            positions[axes.shared(split)].append(position)
+    return positions
+
+
+def _whole(splits: Sequence[Split]) -> list[int]:
+    """The positions of what is not split."""
+    return [position for position, split in enumerate(splits) if split.dim is None]
 
 
 def _cut(x: jax.Array, split: Split, parts: int) -> jax.Array:
@@ -161,10 +181,21 @@ def _joined(parts: jax.Array, split: Split) -> jax.Array:
     return moved.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
 
-def _exchanged(arrays: Sequence[jax.Array], apart: tuple[str, ...]) -> Iterator[jax.Array]:
-    """Arrays with a row for each worker, each row sent to its worker, all in one collective."""
+def _exchanged(
+    arrays: Sequence[jax.Array], apart: tuple[str, ...], shared: tuple[str, ...]
+) -> Iterator[jax.Array]:
+    """Arrays with a row for each worker, each row sent to its worker, all in one collective.
+
+    Devices along the axes `shared` hold the same: each sends a share of the columns.
+    """
     rows = jnp.concatenate([x.reshape(x.shape[0], -1) for x in arrays], axis=1)
+    if shared:
+        shares = lax.axis_size(shared)
+        rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % shares)))
+        rows = rows.reshape(len(rows), shares, -1)[:, lax.axis_index(shared)]
     rows = lax.all_to_all(rows, apart, 0, 0, tiled=True)
+    if shared:
+        rows = lax.all_gather(rows, shared, axis=1, tiled=True)
     first = 0
     for x in arrays:
         last = first + math.prod(x.shape[1:])

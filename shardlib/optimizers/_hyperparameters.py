@@ -1,9 +1,12 @@
 """What optimizers of compressed exchanges refuse alike: of their arguments, and of their use."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
+from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
 
@@ -44,8 +47,63 @@ def check_mask(name: str, mask: Any) -> None:
     if mask is None or (callable(mask) and not isinstance(mask, type)):
         return
     leaves = jax.tree.leaves(mask)
-    if not leaves or not all(isinstance(leaf, bool) for leaf in leaves):
+    if not leaves or not all(isinstance(leaf, bool | np.bool_) for leaf in leaves):
         raise check.refusal(name, "mask", mask, f"{takes}, or None")
+
+
+def check_mask_fits(name: str, mask: Any, params: Any) -> None:
+    """Refuse a mask that is not like parameters, nor like the upper part of their tree.
+
+    Parameters that are not trained are None, for which a mask may have a bool.
+    """
+    if mask is None:
+        return
+    if callable(mask):
+        mask = mask(params)
+    try:
+        jax.tree.map(lambda _, below: below, mask, params)
+    except (ValueError, TypeError) as error:
+        raise _misfit(name, mask, params) from error
+
+
+def _misfit(name: str, mask: Any, params: Any) -> ValueError:
+    """The error of a mask that is not like parameters."""
+    masked = named_leaves(mask, is_leaf=lambda leaf: leaf is None)
+    parameters = named_leaves(params, is_leaf=lambda leaf: leaf is None)
+    missing, unknown = [], []
+    for path, leaf in parameters:
+        # None stands for parameters that are None.
+        tops = [top for top, decays in masked if decays is not None or leaf is None]
+        if not any(_is_below(path, top) for top in tops):
+            missing.append(path)
+    for top, _ in masked:
+        if not any(_is_below(path, top) for path, _ in parameters):
+            unknown.append(top)
+    found = []
+    if missing:
+        found.append(f"has no bool for {_listed(missing)}")
+    if unknown:
+        found.append(f"has one for {_listed(unknown)}, which the model does not have")
+    if not found:
+        found.append("has containers of other types")
+    return ValueError(
+        f"`{name}(mask=...)` takes a tree of bools like the parameters, and this one "
+        f"{', and '.join(found)}. Give a bool for each parameter, or one for all that are below a "
+        "key; or make the tree by a function, `mask=lambda params: jax.tree.map(lambda x: x.ndim "
+        "> 1, params)`."
+    )
+
+
+def _is_below(path: str, top: str) -> bool:
+    """Whether a path is another one, or goes on from it; the empty one is that of the tree."""
+    return not top or path == top or path.startswith(f"{top}/")
+
+
+def _listed(paths: Iterable[str]) -> str:
+    """Some paths for a message, the first few of many."""
+    paths = [f"`{path}`" for path in paths]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
 
 
 def check_length(name: str, steps: int | None, length: int) -> None:

@@ -33,6 +33,7 @@ class Local(optax.GradientTransformationExtraArgs):
     sends: Callable[[Any], jax.Array]
     message: Callable[[Any, Any], tuple[Any, Any]]
     for_run: Callable[[int], "Local"]
+    unmasked: Callable[[], "Local"]
 
     def __new__(
         cls,
@@ -42,6 +43,7 @@ class Local(optax.GradientTransformationExtraArgs):
         sends: Callable[[Any], jax.Array],
         message: Callable[[Any, Any], tuple[Any, Any]],
         for_run: Callable[[int], "Local"],
+        unmasked: Callable[[], "Local"] | None = None,
     ) -> "Local":
         """Make an optimizer of its functions.
 
@@ -51,6 +53,8 @@ class Local(optax.GradientTransformationExtraArgs):
             sends: whether messages are sent in the step that begins with a state.
             message: what a worker sends, a tree like the gradients, and a tree of bools.
             for_run: the same optimizer for a run of so many steps, if its length is not known.
+            unmasked: one that sends the same at the same times and has no mask, which is like the
+                parameters of one model; by default the optimizer itself.
         """
         functions = {
             "init": init,
@@ -61,10 +65,12 @@ class Local(optax.GradientTransformationExtraArgs):
         }
         for name, function in functions.items():
             check.function("Local", name, function)
+        check.function("Local", "unmasked", unmasked, optional=True)
         transformation = super().__new__(cls, init, update)
         transformation.sends = sends
         transformation.message = message
         transformation.for_run = for_run
+        transformation.unmasked = unmasked or (lambda: transformation)
         return transformation
 
 
@@ -93,6 +99,7 @@ class Apart(optax.GradientTransformationExtraArgs):
     message: Callable[[Any], tuple[Any, Any]]
     met: Callable[[Any, Any, Any], tuple[Any, Any]]
     for_run: Callable[[int], "Apart"]
+    unmasked: Callable[[], "Apart"]
 
     def __new__(
         cls,
@@ -105,6 +112,7 @@ class Apart(optax.GradientTransformationExtraArgs):
         message: Callable[[Any], tuple[Any, Any]],
         met: Callable[[Any, Any, Any], tuple[Any, Any]],
         for_run: Callable[[int], "Apart"],
+        unmasked: Callable[[], "Apart"] | None = None,
     ) -> "Apart":
         """Make an optimizer of its functions.
 
@@ -121,6 +129,8 @@ class Apart(optax.GradientTransformationExtraArgs):
             met: `(mean of messages, state, center) -> (parameters, state)`, where the center is the
                 parameters on which workers met last; again of a device's own shards.
             for_run: the same optimizer for a run of so many steps, if its length is not known.
+            unmasked: one that sends the same at the same times and has no mask, which is like the
+                parameters of one model; by default the optimizer itself.
         """
         functions = {
             "init": init,
@@ -134,11 +144,13 @@ class Apart(optax.GradientTransformationExtraArgs):
         }
         for name, function in functions.items():
             check.function("Apart", name, function)
+        check.function("Apart", "unmasked", unmasked, optional=True)
         transformation = super().__new__(cls, init, update)
         for name, function in functions.items():
             # The first two are what optax has made of it already.
             if name not in ("init", "update"):
                 setattr(transformation, name, function)
+        transformation.unmasked = unmasked or (lambda: transformation)
         return transformation
 
 

@@ -25,6 +25,7 @@ from shardlib.checks import _arguments as check
 from shardlib.optimizers._hyperparameters import (
     check_learning_rate,
     check_length,
+    check_mask_fits,
     checked_adam,
     needs_own_gradients,
 )
@@ -138,6 +139,7 @@ class FrozenVariance:
             sends=lambda state: state.frozen,
             message=self.message,
             for_run=lru_cache(self.for_run),
+            unmasked=lambda: replace(self, mask=None).local,
         )
 
     @cached_property
@@ -155,6 +157,7 @@ class FrozenVariance:
 
     def init(self, params: Any) -> OneBitAdamState:
         """The state before the first step."""
+        check_mask_fits(self.name, self.mask, params)
         zeros = jax.tree.map(jnp.zeros_like, params)
         count = jnp.zeros((), jnp.int32)
         frozen, norm = jnp.zeros((), bool), jnp.zeros((), jnp.float32)

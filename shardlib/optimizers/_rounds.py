@@ -1,6 +1,7 @@
 """How often an optimizer that says itself what is sent sends it, over a run.
 
-It is counted by the optimizer: all steps of a run, for a model of one number.
+It is counted by the optimizer: all steps of a run, for a model of one number. No mask of weight
+decay says what is sent, and it would be that of another model.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Rounds(NamedTuple):
 
 def rounds_of(optimizer: Local | Apart, steps: int) -> Rounds:
     """Count what an optimizer sends in a run of so many steps."""
-    optimizer = optimizer.for_run(steps)
+    optimizer = optimizer.for_run(steps).unmasked()
     constant = _counted(optimizer, steps, growth=1.0)
     # Gradients that double every so often would let no variance settle.
     growing = _counted(optimizer, steps, growth=1.01)

@@ -27,6 +27,7 @@ from shardlib.checks import _arguments as check
 from shardlib.optimizers._hyperparameters import (
     check_learning_rate,
     check_length,
+    check_mask_fits,
     checked_adam,
     needs_own_gradients,
 )
@@ -171,6 +172,7 @@ class _ZeroOneAdam:
             message=self.message,
             met=self.met,
             for_run=lru_cache(self.for_run),
+            unmasked=lambda: replace(self, mask=None).optimizer,
         )
 
     @cached_property
@@ -188,6 +190,7 @@ class _ZeroOneAdam:
 
     def init(self, params: Any) -> ZeroOneAdamState:
         """The state before the first step, in which the variance sees a gradient."""
+        check_mask_fits(_NAME, self.mask, params)
         zero, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
         zeros = jax.tree.map(jnp.zeros_like, params)
         return ZeroOneAdamState(

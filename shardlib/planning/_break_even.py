@@ -29,6 +29,8 @@ ERROR_BYTES = 17.0  # what codes leave out, where it is kept
 FACTOR_BYTES = 50.0  # as a part of a product of factors
 # Among which the largest are found. A GPU sorts all of them; a TPU takes a pass.
 LARGEST_BYTES = 200.0
+# Of a number that is float32 whatever gradients are, unless it is wider.
+WIDE_BYTES = 4
 # Bytes of a meeting: own parameters, center and momentum, each read and written.
 MEETING_BYTES = 24.0
 
@@ -108,7 +110,8 @@ def break_even(
             bit. Its axis does not matter.
         memory_bandwidth: bytes per second of a device's memory, from which the time follows that
             packing takes, as measured on a GPU; by default packing costs nothing.
-        itemsize: bytes of each number in an exact sum.
+        itemsize: bytes of each number in an exact sum of gradients. What workers that train apart
+            send exactly is float32 whatever gradients are, unless it is wider.
         width: how many rows and columns matrices have, for factors of them.
         optimizer: one that says itself what is sent in each step, `sl.optimizers.zero_one_adam`:
             its exact rounds count, and its silent ones. By default every step sends codes.
@@ -143,7 +146,10 @@ def break_even(
     exact_bytes = _summed(elements, workers, itemsize)
     cost = _cost(exchange, elements, workers, itemsize, width)
     often = _how_often(exchange, optimizer, steps)
-    sent = often.coded * cost.sent + often.exact * exact_bytes
+    exact_round = exact_bytes
+    if isinstance(optimizer, Apart):
+        exact_round = _summed(elements, workers, max(itemsize, WIDE_BYTES))
+    sent = often.coded * cost.sent + often.exact * exact_round
     packing_seconds = often.coded * cost.packed / memory_bandwidth
     # At this bandwidth, what is saved on the wire is what packing costs.
     equal_at = math.inf
@@ -158,7 +164,7 @@ def break_even(
         compressed_seconds=sent / bandwidth + packing_seconds,
         bandwidth=equal_at,
         sent_bytes=sent,
-        most_bytes=max(cost.sent / portions, exact_bytes if often.exact else 0.0),
+        most_bytes=max(cost.sent / portions, exact_round if often.exact else 0.0),
     )
 
 
@@ -209,7 +215,8 @@ def _cost(
     """What an exchange costs each time, of a device's part of all parameters."""
     match exchange:
         case Meeting():
-            cost = _cost(exchange.by, elements, workers, itemsize, width)
+            # What is sent exactly is how far workers have moved, and no gradient.
+            cost = _cost(exchange.by, elements, workers, max(itemsize, WIDE_BYTES), width)
             return _Cost(cost.sent, cost.packed + MEETING_BYTES * elements)
         case Exact() | ParameterServer():
             # A server is sent a gradient, and sends parameters, but for a device's own part.
@@ -228,7 +235,7 @@ def _cost(
                     "many rows and columns they have, `width=4096`."
                 )
             # Factors are float32 whatever gradients are.
-            sent = _summed(elements * 2 * exchange.rank / width, workers, 4)
+            sent = _summed(elements * 2 * exchange.rank / width, workers, WIDE_BYTES)
             return _Cost(sent, FACTOR_BYTES * elements)
     raise ValueError(
         f"`break_even(exchange={exchange})`: of this exchange it is not known what it sends. A "

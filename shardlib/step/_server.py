@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from shardlib.collectives._server import to_server, to_workers
+from shardlib.collectives._server import ServerAxes, to_server, to_workers
 from shardlib.layouts._specs import keep_axes
 from shardlib.step._apart import layout_of_worker
 from shardlib.step._exchange import Gradient
@@ -155,12 +155,13 @@ class _Exchanged:
     """What workers and the server send each other of each parameter, on global arrays."""
 
     def __init__(self, layout: Layout, params: Any) -> None:
-        self.strategy, self.apart = layout.strategy, layout.apart
+        self.strategy = layout.strategy
+        self.axes = ServerAxes(layout.apart, layout.strategy.device_mesh.shape)
         self.treedef = jax.tree.structure(params)
         self.splits = list(layout.splits_of_server(params).values())
         self.of_workers, self.of_server = [], []
         for worker, server in zip(layout.splits(params).values(), self.splits, strict=True):
-            self.of_workers.append(PartitionSpec(self.apart, *worker.spec))
+            self.of_workers.append(PartitionSpec(layout.apart, *worker.spec))
             self.of_server.append(PartitionSpec(None, *server.spec))
 
     def to_server(self, tree: Any) -> Any:
@@ -169,7 +170,7 @@ class _Exchanged:
         """
 
         def on_device(arrays: list[jax.Array]) -> list[jax.Array]:
-            return to_server(of_one(arrays), self.splits, self.apart, self._bucket_bytes)
+            return to_server(of_one(arrays), self.splits, self.axes, self._bucket_bytes)
 
         return self._on_shards(on_device, tree, self.of_workers, self.of_server)
 
@@ -177,7 +178,7 @@ class _Exchanged:
         """The way back."""
 
         def on_device(arrays: list[jax.Array]) -> list[jax.Array]:
-            return with_dim(to_workers(arrays, self.splits, self.apart, self._bucket_bytes))
+            return with_dim(to_workers(arrays, self.splits, self.axes, self._bucket_bytes))
 
         return self._on_shards(on_device, tree, self.of_server, self.of_workers)
 
