@@ -48,6 +48,7 @@ from shardlib.step._init_checks import (
     remarks,
 )
 from shardlib.step._layer_order import check_layers, check_state, place_layers
+from shardlib.step._layer_places import check_places
 from shardlib.step._precision import check_patterns
 from shardlib.step._state import Layout, State, combine, drop_weak_types, state_shardings
 from shardlib.step._strategy import Strategy
@@ -260,6 +261,7 @@ def _checked_layout(
     check_names(names, named_arrays, layout.rules)
     check_patterns("Precision(keep=...)", strategy.dtypes.keep, named_parameters)
     layout = _related_layout(layout, params, dict(named_leaves(opt_state)))
+    check_places(layout, params)
 
     for path, leaf in named_arrays.items():
         warn(remarks(path, leaf, names.get(path), layout.rules, strategy.device_mesh.shape))

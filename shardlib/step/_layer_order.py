@@ -280,12 +280,15 @@ def stacked_dim(names: Any) -> int | None:
     return None
 
 
-def place_layers(strategy: Strategy, params: Any, names: dict[str, Any]) -> Any:
+def place_layers(
+    strategy: Strategy, params: Any, names: dict[str, Any], *, natural: bool = False
+) -> Any:
     """Parameters with layers in the model's order, put in the order in which a state stores them.
 
-    `names` are those of the dims of each parameter, by its path.
+    If `natural`, they are put from there into the model's order. `names` are those of the dims of
+    each parameter, by its path.
     """
-    move = Mover(strategy, names, natural=False)
+    move = Mover(strategy, names, natural)
     return map_named(lambda path, leaf: move(leaf, path, stacked_dim(names.get(path))), params)
 
 
@@ -342,7 +345,7 @@ class Mover:
             dim: which dim of the array counts layers; None if none does.
         """
         # Shapes and other things that are no arrays have no order.
-        if dim is None or not isinstance(leaf, jax.Array):
+        if dim is None or not isinstance(leaf, jax.Array | np.ndarray):
             return leaf
         # A dim of layers that no loop of the pipeline goes over stays in order.
         stack = _stack_of(self.names[parameter], self.loops)
@@ -353,6 +356,8 @@ class Mover:
             return leaf
         # `order[k]` is the layer that the state stores at `k`; the inverse says where a layer is.
         indices = np.argsort(order) if self.natural else np.array(order)
+        if isinstance(leaf, np.ndarray):
+            return np.take(leaf, indices, axis=dim)
         # Inside `jit` the operation joins the program; outside it is compiled for the array's own
         # sharding, so that a device never holds the whole stack.
         if isinstance(leaf, Tracer):

@@ -5,9 +5,7 @@ optax transformation reduces over, a global norm or a factor of Adafactor, it re
 it.
 """
 
-import inspect
 import math
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +17,10 @@ from shardlib.layouts._host import is_on_host
 from shardlib.layouts._specs import as_tuple, parts_over
 from shardlib.optimizers._local import Local
 from shardlib.step._exchange import Gradient
+from shardlib.step._optimizer_call import updated
 from shardlib.step._state import State
 from shardlib.step._strategy import Strategy
 from shardlib.step._streamed_update import Owner, streamed_update
-
-# How Python, or an optimizer of optax itself, says that `update` lacks an argument.
-_MISSING = re.compile(
-    r"missing \d+ required keyword-only arguments?: (.*)|(\w+) must be provided\b"
-)
 
 
 class Update(NamedTuple):
@@ -104,7 +98,7 @@ def update_of(
         norm, all_finite, loss = scalars
         values = jax.tree.map(lambda g, p: g.astype(p.dtype), values, params)
         values = _clipped(values, norm, params, limit, extra, metrics)
-        updates, new_state = _updated(optimizer, values, opt_state, params, loss, extra)
+        updates, new_state = updated(optimizer, values, opt_state, params, loss, extra)
         # The sum has the dtype of the parameters, whatever that of the updates is.
         new_params = optax.apply_updates(params, updates)
         if strategy.skips:
@@ -210,44 +204,3 @@ def _clipped_by(clip: optax.GradientTransformation, gradient: Any, params: Any) 
             "into the optimizer: `optax.chain(clip, optimizer)`."
         )
     return clip.update(gradient, state, params)[0]
-
-
-def _updated(
-    optimizer: Any,
-    gradient: Any,
-    opt_state: Any,
-    params: Any,
-    loss: jax.Array,
-    extra: dict[str, Any],
-) -> tuple[Any, Any]:
-    """The updates of an optimizer and its next state.
-
-    Besides `extra`, the optimizer is given the loss as `value` and the gradient as `grad`, if its
-    `update` takes them.
-    """
-    extra = {"value": loss, "grad": gradient} | extra
-    # Most transformations of optax take any keyword; older ones and those of users take none.
-    accepted = inspect.signature(optimizer.update).parameters
-    kinds = [parameter.kind for parameter in accepted.values()]
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        extra = {name: value for name, value in extra.items() if name in accepted}
-    try:
-        return optimizer.update(gradient, opt_state, params, **extra)
-    except AttributeError as error:
-        # Of anything else it is an error within the optimizer.
-        if error.obj is not params:
-            raise
-        raise ValueError(
-            f"The optimizer wants parameters in a class of its own, with an attribute "
-            f"`{error.name}`, and a step gives it those of the model as they are. Optimizers such "
-            "as `optax.lookahead` are not supported."
-        ) from error
-    except (TypeError, ValueError) as error:
-        missing = _MISSING.search(str(error))
-        if missing is None:
-            raise
-        raise ValueError(
-            f"The optimizer wants {missing[1] or missing[2]}, which a step does not provide: it "
-            "gives `value`, the loss of the whole batch, and `grad`, its gradient. Optimizers that "
-            "evaluate the loss again, such as line searches, are not supported."
-        ) from error
