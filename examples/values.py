@@ -86,8 +86,8 @@ def rules(text: str) -> sl.AxisRules:
     joined = sl.AxisRules({})
     for part in text.split("|"):
         name, given, axes = (word.strip() for word in part.partition("="))
-        if given:
-            split_over = None if axes.lower() == "none" else tuple(axes.split(","))
+        split_over = None if axes.lower() == "none" else _axes(axes)
+        if given and split_over != ():
             joined |= sl.AxisRules({name: split_over})
         elif name in presets:
             joined |= presets[name]
@@ -97,6 +97,12 @@ def rules(text: str) -> sl.AxisRules:
                 f"`batch=pod,data`, joined by `|`; got `{text}`."
             )
     return joined
+
+
+def _axes(text: str) -> tuple[str, ...]:
+    """The axes of a list such as `pod,data`; none if one of them has no name."""
+    names = tuple(name.strip() for name in text.split(","))
+    return names if all(names) else ()
 
 
 def schedule(text: str) -> sl.pipeline.Schedule:
@@ -175,10 +181,11 @@ def exchange(text: str) -> sl.Exchange:
         return sl.Exact()
     name, _, rest = text.partition(":")
     axes, _, number = rest.partition(":")
-    axis = tuple(axes.split(",")) if "," in axes else axes
-    if axes and name in _EXCHANGES and not number:
+    names = _axes(axes)
+    axis = names[0] if len(names) == 1 else names
+    if names and name in _EXCHANGES and not number:
         return _EXCHANGES[name](axis)
-    if axes and name in _NUMBERED and number.isdigit():
+    if names and name in _NUMBERED and number.isdigit():
         make, what = _NUMBERED[name]
         return make(axis, **{what: int(number)})
     raise ValueError(

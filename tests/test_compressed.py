@@ -434,6 +434,19 @@ def test_break_even_counts_an_optimizer_whose_mask_is_that_of_a_model():
             assert sl.break_even(**of, optimizer=optimizer) == plain
 
 
+@pytest.mark.parametrize("width", [6, 8, 9])
+def test_break_even_has_matrices_summed_exactly_where_powersgd_does(width):
+    exchange = sl.collectives.PowerSGD("pod", rank=4)
+    parameter = sl.collectives.Parameter("w", (width, width), P(), ("pod",), P())
+    of = dict(parameters=1e6, workers=4, bandwidth=1e9, memory_bandwidth=1e12, itemsize=2)
+    found = sl.break_even(**of, exchange=exchange, width=width)
+    exact = sl.break_even(**of, exchange=sl.Exact())
+    if exchange.over(parameter):
+        assert found.sent_bytes == pytest.approx(4 / 2 * exact.sent_bytes * 8 / width)
+    else:
+        assert found == exact
+
+
 def test_break_even_takes_what_goes_between_workers_apart_as_float32():
     """Moves, and the gradients of 0/1 Adam; those of 1-bit Adam are as gradients are."""
     of = dict(parameters=8e6, workers=4, bandwidth=1e9)

@@ -12,7 +12,7 @@ from machines import compile_for, mesh_on
 
 import shardlib as sl
 from shardlib import testing
-from shardlib.collectives import Parameter, PowerSGD, TopK
+from shardlib.collectives import OneBit, Parameter, PowerSGD, TopK
 from shardlib.collectives._feedback import matrix_of
 from shardlib.collectives._low_rank import start_of
 
@@ -262,6 +262,65 @@ def test_errors_and_factors_go_to_another_mesh(mesh, tmp_path):
     restored = checkpoints.restore(sl.init(make, OPTIMIZER, other)).state
     _, found = run(other, 2, restored)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+POWER = functools.partial(PowerSGD, "pod", rank=RANK)
+LARGEST = TopK("pod", exact=("b",))
+EXACTLY = "`errors/a/error` is only in the checkpoint"
+# Before, after, and what is there of each parameter then: as it was, zeros, or a refusal.
+CHANGES = {
+    "another rank": (POWER(), PowerSGD("pod", rank=1), {"error": 0.5, "warm": 0}),
+    "no feedback before": (POWER(feedback=False), POWER(), {"error": 0, "warm": 0.5}),
+    "no factors before": (LARGEST, POWER(), {"error": 0.5, "warm": 0}),
+    "no factors after": (POWER(), LARGEST, {"error": 0.5}),
+    "factors alone, then none": (POWER(feedback=False), sl.Exact(), None),
+    "factors alone, then codes": (POWER(feedback=False), OneBit("pod"), {"worker": 0, "server": 0}),
+    "no feedback after": (POWER(), POWER(feedback=False), EXACTLY),
+    "exactly after": (POWER(), POWER(exact=("a",)), EXACTLY),
+    "codes after": (POWER(), OneBit("pod"), EXACTLY),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_owed_goes_to_other_exchanges_and_what_is_not_begins_anew(name, tmp_path):
+    before, after, expected = CHANGES[name]
+    state = sl.init(make, OPTIMIZER, sl.Strategy(mesh=PODS, rules=RULES, exchange=before))
+    errors = jax.tree.map(lambda x: jnp.full_like(x, 0.5), state.errors)
+    checkpoints = sl.Checkpoints(tmp_path)
+    checkpoints.save(state.replaced(errors=errors))
+    checkpoints.wait()
+    # With other workers too, and other shards.
+    mesh = PODS if name != "another rank" else "pod=4,data=2,model=1"
+    like = sl.init(make, OPTIMIZER, sl.Strategy(mesh=mesh, rules=RULES, exchange=after))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            checkpoints.restore(like)
+        return
+    restored = checkpoints.restore(like).state
+    chex.assert_trees_all_equal_shapes(restored.errors, like.errors)
+    for path in like.errors:
+        for field, value in expected.items():
+            assert np.all(np.asarray(getattr(restored.errors[path], field)) == value)
+    assert bool(restored.errors) == (expected is not None)
+
+
+def test_parameters_that_were_exact_before_are_owed_nothing(tmp_path):
+    """Beside one that is owed, under factors and under codes."""
+    for before, after in (
+        (POWER(exact=("o",)), POWER()),
+        (OneBit("pod", exact=("o",)), OneBit("pod")),
+    ):
+        state = sl.init(make, OPTIMIZER, sl.Strategy(mesh=PODS, rules=RULES, exchange=before))
+        errors = jax.tree.map(lambda x: jnp.full_like(x, 0.5), state.errors)
+        checkpoints = sl.Checkpoints(tmp_path / type(before).__name__)
+        checkpoints.save(state.replaced(errors=errors))
+        checkpoints.wait()
+        like = sl.init(make, OPTIMIZER, sl.Strategy(mesh=PODS, rules=RULES, exchange=after))
+        found = checkpoints.restore(like).state.errors
+        for leaf in jax.tree.leaves(found["o"]):
+            assert not np.any(leaf)
+        for leaf in jax.tree.leaves(found["a"]):
+            assert np.any(leaf)
 
 
 def test_a_matrix_is_as_square_as_its_dims_allow():

@@ -427,6 +427,8 @@ def test_command_line_overrides_fields_by_dotted_names():
     )
     assert run.strategy.rules == sl.rules.data | sl.AxisRules(batch=("pod", "data"), embed=None)
     assert repr(run.optimizer.freeze) == "4"  # a step, not a part of the run
+    run = from_command_line(["tiny_onebit", *pods, "--strategy.exchange", "onebit:pod, data"])
+    assert run.strategy.exchange == sl.collectives.OneBit(("pod", "data"))
 
 
 @pytest.mark.parametrize(
@@ -469,6 +471,9 @@ def test_command_line_overrides_fields_by_dotted_names():
         (["tiny", "--model.width", "wide"], "`width` is a number, 128 now; got 'wide'"),
         (["tiny", "--model.bias", "maybe"], "`bias` is true or false; got 'maybe'"),
         (["tiny", "--strategy.rules", "data|tensr"], "Rules are presets, of vocabulary, "),
+        (["tiny", "--strategy.rules", "batch=pod,"], "joined by `|`; got `batch=pod,`"),
+        (["tiny", "--strategy.exchange", "onebit:pod,"], "`onebit:pod`; or one of"),
+        (["tiny", "--strategy.exchange", "local:pod,,data:4"], "got `local:pod,,data:4`"),
         (["tiny", "--loop.steps", "1e3"], "`steps` is a whole number"),
         (["tiny", "--batch", "true"], "`batch` is neither true nor false"),
         (["tiny", "--seed", "none"], "`seed` cannot be none"),

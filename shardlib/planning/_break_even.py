@@ -150,10 +150,12 @@ def break_even(
     if isinstance(optimizer, Apart):
         exact_round = _summed(elements, workers, max(itemsize, WIDE_BYTES))
     sent = often.coded * cost.sent + often.exact * exact_round
-    packing_seconds = often.coded * cost.packed / memory_bandwidth
+    packed = often.coded * cost.packed
+    packing_seconds = packed / memory_bandwidth
     # At this bandwidth, what is saved on the wire is what packing costs.
     equal_at = math.inf
-    if sent >= exact_bytes and not isinstance(exchange, Exact | ParameterServer):
+    is_exact = sent == exact_bytes and not packed
+    if sent >= exact_bytes and not is_exact:
         equal_at = 0.0
     elif packing_seconds:
         equal_at = (exact_bytes - sent) / packing_seconds
@@ -234,6 +236,9 @@ def _cost(
                     f"`break_even(exchange={exchange})` depends on how large matrices are: say how "
                     "many rows and columns they have, `width=4096`."
                 )
+            if exchange.rank * 2 * width >= width**2:
+                # Factors would not be smaller than the matrix, which is then summed exactly.
+                return _Cost(_summed(elements, workers, itemsize), 0.0)
             # Factors are float32 whatever gradients are.
             sent = _summed(elements * 2 * exchange.rank / width, workers, WIDE_BYTES)
             return _Cost(sent, FACTOR_BYTES * elements)

@@ -24,6 +24,9 @@ from shardlib.step._strategy import Strategy
 OWN = ("worker", "error")
 """The names of what each worker has of its own, with a dim of workers in front."""
 
+WARM = "warm"
+"""The name of the factor to start from."""
+
 
 class ErrorForm(Protocol):
     """How the errors of one parameter are stored."""

@@ -10,6 +10,10 @@ arrays that no longer depend on how the mesh cut them, see `_error_forms`:
 As many workers as there were get back exactly what they had, however the rest of the mesh has
 changed. The mean of messages is owed the mean of the workers' errors and that of the servers. So
 another number of workers each get the mean of what those before had, and the same is owed.
+
+What a checkpoint lacks is zero: nothing was left out of an exact sum, or of codes without feedback.
+The factor from which the next one is found, `warm`, is owed to nobody. It is dropped where it does
+not fit, and another one begins from nothing. All else that a state has no place for is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +26,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.collectives._exact import Parameter
-from shardlib.step._error_forms import OWN, ErrorForm, form_of
+from shardlib.collectives._feedback import Feedback
+from shardlib.step._error_forms import OWN, WARM, ErrorForm, form_of
 from shardlib.step._exchange import ErrorsByPath
 from shardlib.step._layer_order import Mover, reordered, stacked_dim
 from shardlib.step._saved_workers import like_saved_workers, with_these_workers
@@ -50,12 +55,13 @@ def saved_like(state: State, shapes: Mapping[str, tuple[int, ...]]) -> State:
         state: the state that is wanted, of which only shapes and shardings are used.
         shapes: the shapes of all arrays of the checkpoint, by path.
 
-    The result is what `from_saved` takes. A checkpoint of a run without compression has no errors,
-    and one of another number of workers has more or fewer of them.
+    The result is what `from_saved` takes. It has errors only of what the checkpoint has: a run
+    without compression has none, and one of another number of workers more or fewer of them.
     """
     had_workers, has_workers = workers_in(shapes) is not None, state.workers is not None
-    has_errors = any(path.startswith("errors/") for path in shapes)
-    if has_errors and had_workers != has_workers:
+    saved_fields = [path for path in shapes if path.startswith("errors/")]
+    is_owed = any(not path.endswith(f"/{WARM}") for path in saved_fields)
+    if is_owed and had_workers != has_workers:
         raise ValueError(
             "The checkpoint has what codes have left out of "
             f"{'moves of workers' if had_workers else 'gradients'}, and in the state there would "
@@ -64,28 +70,45 @@ def saved_like(state: State, shapes: Mapping[str, tuple[int, ...]]) -> State:
             "parameters, `state.with_weights`."
         )
     state = like_saved_workers(state, shapes)
-    if not state.errors:
-        return state
-    if not has_errors:
-        return state.replaced(errors={})
     strategy = state.layout.strategy
     errors: ErrorsByPath = {}
     for path, parameter in _exchanged_parameters(state).items():
-        form = form_of(strategy, parameter)
-        # Without anything in the checkpoint there are as many as now, with errors of zero.
-        workers = form.workers
-        stored_shape = shapes.get(f"errors/{path}/{form.own}", ())
-        if stored_shape and stored_shape[1:] == parameter.shape:
-            workers = stored_shape[0]
-        # Errors of a number of workers that the devices cannot share evenly are read whole.
-        is_split = workers % form.workers == 0
-        errors[path] = jax.tree.map(
-            lambda shape, spec: _abstract(shape, NamedSharding(strategy.device_mesh, spec)),
-            form.shapes(workers),
-            form.specs(is_split=is_split),
-            is_leaf=lambda node: type(node) is tuple,
-        )
+        wanted = _like_stored(strategy, parameter, shapes)
+        fields = {}
+        for name, leaf in wanted._asdict().items():
+            fields[name] = leaf if f"errors/{path}/{name}" in shapes else None
+        if any(leaf is not None for leaf in fields.values()):
+            errors[path] = type(wanted)(**fields)
+    # Factors that fit nothing are read whole, as they are.
+    whole = NamedSharding(strategy.device_mesh, PartitionSpec())
+    for path in saved_fields:
+        parameter_path, _, field = path.removeprefix("errors/").rpartition("/")
+        found = errors.get(parameter_path, Feedback(None, None))
+        if field != WARM or not isinstance(found, Feedback):
+            continue
+        if found.warm is None or found.warm.shape != shapes[path]:
+            errors[parameter_path] = found._replace(warm=_abstract(shapes[path], whole))
     return state.replaced(errors=errors)
+
+
+def _like_stored(
+    strategy: Strategy, parameter: Parameter, shapes: Mapping[str, tuple[int, ...]]
+) -> Any:
+    """What is stored of a parameter's errors, by as many workers as a checkpoint has of them."""
+    form = form_of(strategy, parameter)
+    # Without anything in the checkpoint there are as many as now, with errors of zero.
+    workers = form.workers
+    stored_shape = shapes.get(f"errors/{parameter.path}/{form.own}", ())
+    if stored_shape and stored_shape[1:] == parameter.shape:
+        workers = stored_shape[0]
+    # Errors of a number of workers that the devices cannot share evenly are read whole.
+    is_split = workers % form.workers == 0
+    return jax.tree.map(
+        lambda shape, spec: _abstract(shape, NamedSharding(strategy.device_mesh, spec)),
+        form.shapes(workers),
+        form.specs(is_split=is_split),
+        is_leaf=lambda node: type(node) is tuple,
+    )
 
 
 def from_saved(state: State, like: State) -> State:
@@ -96,13 +119,37 @@ def from_saved(state: State, like: State) -> State:
     # The mean of workers is in the model's order, as all that is saved.
     state = reordered(with_these_workers(state, like), natural=False)
     if not like.errors:
-        return state
+        return state.replaced(errors=like.errors)
     if not state.errors:
         return state.replaced(errors=_zeros_like(like.errors))
-    errors = _reordered_errors(state.layout, state.errors, natural=False)
     parameters = tuple(_exchanged_parameters(like).values())
+    errors = _completed(state.layout.strategy, parameters, state.errors)
+    errors = _reordered_errors(state.layout, errors, natural=False)
     conversion = _Conversion(state.layout.strategy, parameters)
     return state.replaced(errors=_program(conversion, by_worker=False)(errors))
+
+
+def _completed(
+    strategy: Strategy, parameters: tuple[Parameter, ...], read: ErrorsByPath
+) -> ErrorsByPath:
+    """All that is stored of some parameters' errors: what was read of it, and zeros else."""
+    errors: ErrorsByPath = {}
+    missing: dict[tuple[str, str], jax.ShapeDtypeStruct] = {}
+    for parameter in parameters:
+        path = parameter.path
+        wanted = _like_stored(strategy, parameter, {})
+        fields: dict[str, Any] = {}
+        for name, leaf in wanted._asdict().items():
+            found = getattr(read.get(path), name, None)
+            fields[name] = found if leaf is not None else None
+            if leaf is not None and (found is None or (name == WARM and found.shape != leaf.shape)):
+                missing[path, name] = leaf
+        errors[path] = type(wanted)(**fields)
+    if missing:
+        # One program makes all of them.
+        for (path, name), zeros in _zeros_like(missing).items():
+            errors[path] = errors[path]._replace(**{name: zeros})
+    return errors
 
 
 def _abstract(shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -110,10 +157,10 @@ def _abstract(shape: tuple[int, ...], sharding: NamedSharding) -> jax.ShapeDtype
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
-def _zeros_like(errors: ErrorsByPath) -> ErrorsByPath:
+def _zeros_like(errors: Any) -> Any:
     """Zeros, each made in its place on the mesh."""
 
-    def zeros() -> ErrorsByPath:
+    def zeros() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), errors)
 
     shardings = jax.tree.map(lambda x: x.sharding, errors)
