@@ -225,7 +225,7 @@ def test_a_model_with_tiles_generates():
         (lambda x: x.sum(0), jnp.ones((4, 8)), 2, r"makes \[8\] of a tile \[2, 8\]"),
         (None, jnp.ones((4, 8)), 2, "function"),
     ],
-    ids=str,
+    ids=["no tiles", "one dim", "no tokens", "no function"],
 )
 def test_what_cannot_be_cut_is_refused(function, x, tiles, message):
     with sl.unsharded(), pytest.raises(ValueError, match=message):
