@@ -179,6 +179,7 @@ STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.long("kept by name", "pipeline")
 @pytest.mark.parametrize("name", STEPS)
 def test_a_model_with_tiles_trains_as_without(name):
     mesh, rules, options = STEPS[name]
@@ -187,6 +188,7 @@ def test_a_model_with_tiles_trains_as_without(name):
     assert_near(found, expected)
 
 
+@pytest.mark.long
 def test_what_a_remat_names_is_kept_of_tiles():
     """Products that are taken again: with the hidden units kept, those before them are not."""
 
@@ -204,6 +206,7 @@ def test_what_a_remat_names_is_kept_of_tiles():
     assert products("full") - products(kept) == spared
 
 
+@pytest.mark.long
 def test_a_model_with_tiles_generates():
     with sl.unsharded():
         model = gpt.GPT(replace(CONFIG, mlp_tiles=2), rngs=nnx.Rngs(0))
