@@ -46,10 +46,10 @@ from shardlib.train._checkpoint_failures import (
 from shardlib.train._checkpoint_folders import (
     begin_to_delete,
     check_folder,
+    clear_unfinished,
     free_bytes,
     kept_no_longer,
     remove_late_writes,
-    remove_unfinished,
     rename_aside,
 )
 from shardlib.train._checkpoint_reading import CheckpointReader, Restored
@@ -200,7 +200,7 @@ class Checkpoints:
         self.wait()
         # Not before the first save: an object that only reads leaves the folder as it is.
         if not self._writes:
-            self._clear()
+            clear_unfinished(self.folder)
             self._writes = True
         state = saved(state)
         step, arrays = int(state.step), arrays_of(state)
@@ -424,23 +424,6 @@ class Checkpoints:
                     )
         gather_texts("")  # until it is done
         self._manager.reload()
-
-    def _clear(self) -> None:
-        """Remove what earlier runs were writing or deleting when they ended.
-
-        What cannot be removed is a warning: it is in nobody's way.
-        """
-        failures = []
-        if jax.process_index() == 0:
-            failures = remove_unfinished(self.folder)
-        remarks = []
-        for failure in failures:
-            remarks.append(
-                f"Left by a save that did not end, in {self.folder}, and could not be deleted: "
-                f"{failure}."
-            )
-        warn(tuple(remarks))
-        gather_texts("")  # until it is done
 
     def _check_room(self, step: int, needed: int) -> None:
         """Refuse a save of so many bytes that the disk has no room for, before half is written.

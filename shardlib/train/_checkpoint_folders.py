@@ -19,6 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from shardlib.layouts._annotate import warn
+from shardlib.machine._agreement import gather_texts
+
 # Part of the names of folders that are not checkpoints yet, or no longer. Orbax chose it, and
 # passes over such folders.
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -88,7 +93,24 @@ def begin_to_delete(folder: Any, step: int) -> threading.Thread:
     return thread
 
 
-def remove_unfinished(folder: Any) -> list[str]:
+def clear_unfinished(folder: Any) -> None:
+    """Remove what earlier runs were writing or deleting when they ended; all processes call it.
+
+    What cannot be removed is a warning: it is in nobody's way.
+    """
+    failures = []
+    if jax.process_index() == 0:
+        failures = _remove_unfinished(folder)
+    remarks = []
+    for failure in failures:
+        remarks.append(
+            f"Left by a save that did not end, in {folder}, and could not be deleted: {failure}."
+        )
+    warn(tuple(remarks))
+    gather_texts("")  # until it is done
+
+
+def _remove_unfinished(folder: Any) -> list[str]:
     """Remove what saves or deletions that did not end left in a folder of checkpoints.
 
     Returns, in words, what could not be removed and why; an empty list if all is gone.
@@ -117,7 +139,7 @@ def remove_late_writes(folder: Any) -> None:
     looks_that_found_nothing = 0
     for _ in range(_MOST_LOOKS):
         if list(folder.glob(f"*{_UNFINISHED}*")):
-            remove_unfinished(folder)
+            _remove_unfinished(folder)
             looks_that_found_nothing = 0
         else:
             looks_that_found_nothing += 1
