@@ -229,7 +229,7 @@ class MLP(nnx.Module):
         return sl.kernels.in_tiles(self.of_all, x_BSD, self.tiles, names=RESIDUAL)
 
     def of_all(self, x_BSD: jax.Array) -> jax.Array:
-        """Of all tokens at a time."""
+        """What the MLP makes of all tokens at once."""
         if self.gate is not None:
             both = (self.gate, HIDDEN), (self.up, HIDDEN)
             gate_BSF, up_BSF = project(x_BSD, RESIDUAL, *both)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardlib._text import listed
 from shardlib._tree import named_leaves
 from shardlib.checks import _arguments as check
 from shardlib.checks import _arrays as check_arrays
@@ -81,9 +82,9 @@ def _misfit(name: str, mask: Any, params: Any) -> ValueError:
             unknown.append(top)
     found = []
     if missing:
-        found.append(f"has no bool for {_listed(missing)}")
+        found.append(f"has no bool for {_some_listed(missing)}")
     if unknown:
-        found.append(f"has one for {_listed(unknown)}, which the model does not have")
+        found.append(f"has one for {_some_listed(unknown)}, which the model does not have")
     if not found:
         found.append("has containers of other types")
     return ValueError(
@@ -99,11 +100,11 @@ def _is_below(path: str, top: str) -> bool:
     return not top or path == top or path.startswith(f"{top}/")
 
 
-def _listed(paths: Iterable[str]) -> str:
+def _some_listed(paths: Iterable[str]) -> str:
     """Some paths for a message, the first few of many."""
-    paths = [f"`{path}`" for path in paths]
+    paths = list(paths)
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(paths[:3]) + more
+    return listed(paths[:3]) + more
 
 
 def check_length(name: str, steps: int | None, length: int) -> None:
