@@ -349,6 +349,7 @@ def _is_overlapped(program: Program, scope: Scope, made: Instruction) -> bool:
     scope, made = _start_as_scheduled(scope, made)
     if not _is_asynchronous(made):
         return False
+    made = _sends_from(scope, made)
     after_start = itertools.dropwhile(lambda other: other is not made, scope.instructions.values())
     next(after_start, None)  # the start itself
     # The start, and the fusions that the collective passes through on its way to the end.
@@ -384,6 +385,20 @@ def _start_as_scheduled(scope: Scope, made: Instruction) -> tuple[Scope, Instruc
     if scope.caller.opcode.endswith("-start") or "Start" in targets:
         return scope.outer, scope.caller
     return scope, made
+
+
+def _sends_from(scope: Scope, start: Instruction) -> Instruction:
+    """The instruction from which on a collective sends: its start, or what gives it its operands.
+
+    The program of a sparse core may be started before there is anything to send. Then the start has
+    no operands, and a `call-update` later on has them.
+    """
+    if start.operands:
+        return start
+    for user in scope.instructions.values():
+        if user.opcode.endswith("-update") and start.name in user.operands:
+            return user
+    return start
 
 
 def _is_end(program: Program, scope: Scope, made: Instruction) -> bool:

@@ -7,6 +7,9 @@ The permutes are outside the `cond`s, since all stages have to take part in a co
 
     tick:   forward? -> head? -> backward? -> start of a loop, backward? -> weights? -> send
 
+Where passes are combined, a forward and a backward pass that do not wait for each other are one
+pass under one `cond`, at the beginning of the tick.
+
 Around the loop of ticks nothing differs from any other step: the weights outside the stages are
 whole on each stage, and the weights of a stage are only there, as are the sums of their gradients.
 """
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardlib.pipeline._buffers import Buffers, replaced, with_slot, zeros
@@ -49,7 +53,8 @@ class Executor:
 
     `weights` are all weights; of the stacked ones this stage's layers, part after part.
     `inputs(microbatch)` gives the inputs of the function, and `summed_outputs` are the positions of
-    the outputs that are summed over microbatches.
+    the outputs that are summed over microbatches. `combines` says whether two passes of a tick that
+    do not wait for each other are one.
     """
 
     cut: Cut
@@ -58,6 +63,7 @@ class Executor:
     weights: Sequence[Any]
     inputs: Callable[[Any], Arrays]
     summed_outputs: Sequence[int]
+    combines: bool = False
 
     def __post_init__(self) -> None:
         self.passes = Passes(self.cut, self.program, self.weights, self.inputs)
@@ -107,23 +113,45 @@ class Executor:
         self, row: dict[str, Any], state: _State, nothing: Arrays, no_gradients: Arrays
     ) -> _State:
         """One tick of this stage; `nothing` and `no_gradients` are sent where it has no pass."""
+        both: Any = np.bool_(False)
+        if self.combines:
+            both = row["both"]
+            nothing, no_gradients, state = self._both(row, state, nothing, no_gradients)
         # Forward comes first: the head's gradient is there for a backward pass of the same tick.
-        output_wire, state = self._forward(row, state, nothing)
-        gradient_wire, state = self._backward(row, state, no_gradients)
+        output_wire, state = self._forward(row, state, nothing, both)
+        gradient_wire, state = self._backward(row, state, no_gradients, both)
         buffers = self._with_arrivals(state.buffers, row, "F", output_wire)
         buffers = self._with_arrivals(buffers, row, "B", gradient_wire)
         return state._replace(buffers=buffers)
 
+    def _both(
+        self, row: dict[str, Any], state: _State, nothing: Arrays, no_gradients: Arrays
+    ) -> tuple[Arrays, Arrays, _State]:
+        """Both passes of a tick, if there are two that do not wait for each other."""
+        output_wire, gradient_wire, buffers, layer_sums = self._cond(
+            self.combined_passes,
+            row["both"],
+            partial(self.passes.combined, PassRow(row, "F"), PassRow(row, "B")),
+            lambda *same: (nothing, no_gradients, *same),
+            *(state.buffers, state.layer_sums),
+        )
+        state = state._replace(buffers=buffers, layer_sums=layer_sums)
+        return output_wire, gradient_wire, state
+
     def _forward(
-        self, row: dict[str, Any], state: _State, nothing: Arrays
+        self, row: dict[str, Any], state: _State, output_wire: Arrays, both: Any
     ) -> tuple[Arrays, _State]:
-        """The forward pass of a tick, if there is one, and after the last part the head."""
+        """The forward pass of a tick, if there is one, and after the last part the head.
+
+        If the tick has done `both` passes, it made `output_wire`.
+        """
         forward = PassRow(row, "F")
+        made_before = output_wire
         output_wire, buffers = self._cond(
-            self.program.passes,
-            forward.happens,
+            self.program.passes - self.combined_passes,
+            forward.happens & ~both,
             partial(self.passes.forward, forward),
-            lambda buffers: (nothing, buffers),
+            lambda buffers: (made_before, buffers),
             state.buffers,
         )
         # The head comes right behind the last part, in the same tick. No part receives what the
@@ -138,18 +166,21 @@ class Executor:
         return output_wire, state._replace(buffers=buffers, outer_sums=outer_sums, totals=totals)
 
     def _backward(
-        self, row: dict[str, Any], state: _State, no_gradients: Arrays
+        self, row: dict[str, Any], state: _State, gradient_wire: Arrays, both: Any
     ) -> tuple[Arrays, _State]:
         """The backward pass of a tick, if there is one, and that of weights where they are split.
+
+        If the tick has done `both` passes, the backward one made `gradient_wire`.
 
         `B` and `W` of one tick may be of the same microbatch: `W` reads what `B` has just saved.
         """
         backward = PassRow(row, "B")
+        made_before = gradient_wire
         gradient_wire, buffers, layer_sums = self._cond(
-            self.program.passes,
-            backward.happens,
+            self.program.passes - self.combined_passes,
+            backward.happens & ~both,
             partial(self.passes.backward, backward),
-            lambda buffers, layer_sums: (no_gradients, buffers, layer_sums),
+            lambda buffers, layer_sums: (made_before, buffers, layer_sums),
             *(state.buffers, state.layer_sums),
         )
         # The first part of a loop is followed, backward, by the start of the loop.
@@ -233,7 +264,20 @@ class Executor:
 
     def _rows(self) -> dict[str, jax.Array]:
         """What each stage does in each tick, as arrays that the loop of ticks goes over."""
-        return {name: jnp.asarray(numbers) for name, numbers in self.program.rows.items()}
+        rows = dict(self.program.rows)
+        if self.combines:
+            rows["both"] = self.program.combinable
+        return {name: jnp.asarray(numbers) for name, numbers in rows.items()}
+
+    @property
+    def combined_passes(self) -> int:
+        """How many passes of each kind are combined with another, on the stage with most of them.
+
+        Plans count the others as alone, so that a stage has as many of each kind as it does.
+        """
+        if not self.combines:
+            return 0
+        return int(self.program.combinable.sum(axis=0).max())
 
     def _empty_totals(self) -> Arrays:
         """The sums of the function's outputs before any microbatch, as zeros."""

@@ -20,7 +20,7 @@ program. Loops differ in code, which `switch_loop` chooses.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,91 +39,13 @@ from shardlib.pipeline._buffers import (
     with_rows,
 )
 from shardlib.pipeline._cut_loss import Cut
-from shardlib.pipeline._layer import Layer, layer
+from shardlib.pipeline._layer import layer
 from shardlib.pipeline._loop import Arrays
+from shardlib.pipeline._parts import ArrivedGradients, BackwardPart, LocalInputs, StageLoop
 from shardlib.pipeline._pass_row import PassRow, cond_told, switch_loop
 from shardlib.pipeline._program import Program
+from shardlib.pipeline._sweeps import Sweep, run_together
 from shardlib.tracing._jaxpr import picked
-
-
-@dataclass(frozen=True, eq=False)
-class _LocalInputs:
-    """What a stage computes for itself for one pass.
-
-    - `first_layer` is the number of the part's first layer within the loop.
-    - `inputs` are those of the cut function, for the microbatch.
-    - `shared` is the same for all layers: frozen constants, then shared inputs.
-    - `per_layer` has a row for each layer of the part.
-    """
-
-    first_layer: Any
-    inputs: Arrays
-    shared: Arrays
-    per_layer: Arrays
-
-    def of_layer(self, slices: Arrays) -> Arrays:
-        """The local inputs of one layer, given its slices of `per_layer`."""
-        # The arguments of `Loop.layer` end with the frozen constants, the shared inputs and the
-        # slices. Before these come those that `_StageLoop.layer_weights` gives.
-        return [*self.shared, *slices]
-
-
-@dataclass(frozen=True, eq=False)
-class _ArrivedGradients:
-    """The gradients that arrive at a part going backward, by what they are gradients of.
-
-    - `entering` are those of what the part's last layer handed on. They go backward through the
-      layers.
-    - `forwarded` are those of passing arrays, and of all rows of stacked outputs. They are sent on
-      unchanged: earlier parts read the rows of their own layers. The start of the loop made the
-      stacked outputs as zeros, and drops their gradients.
-    - `rows` are the rows of the stacked outputs' gradients that belong to the part's own layers.
-    """
-
-    entering: Arrays
-    forwarded: Arrays
-    rows: Arrays
-
-
-@dataclass(frozen=True, eq=False)
-class _BackwardPart:
-    """What a pass `B` reads for its part, whether it makes all gradients or only those of inputs.
-
-    - `weights` are those of the part's layers.
-    - `first_row` is the row of the part's first layer in the stage's stacks, and in their sums.
-    - `residual_buffer` and `residual_slot` say where the residuals are.
-    """
-
-    loop: int
-    local: _LocalInputs
-    arrived: _ArrivedGradients
-    weights: Arrays
-    first_row: Any
-    residual_buffer: Arrays
-    residual_slot: Any
-
-
-@dataclass(frozen=True, eq=False)
-class _StageLoop:
-    """What a stage has of a loop over layers.
-
-    - `layer` is the function of one layer, with its derivatives.
-    - `stacks` are the loop's stacked weights. Each has a row for each layer of this stage, part
-      after part.
-    - `layers_per_part` is how many layers a part has.
-    - `trained_constants` and `frozen_constants` are the same for all layers and microbatches, and
-      are computed from outer weights. Only the former have gradients.
-    """
-
-    layer: Layer
-    stacks: Arrays
-    layers_per_part: int
-    trained_constants: Arrays
-    frozen_constants: Arrays
-
-    def layer_weights(self, weights: Arrays) -> Arrays:
-        """What a layer takes as weights: the loop's trained constants, and then its own weights."""
-        return [*self.trained_constants, *weights]
 
 
 @dataclass(eq=False)
@@ -156,11 +78,11 @@ class Passes:
 
     # What a stage has.
 
-    def _stage_loop(self, loop: int) -> _StageLoop:
+    def _stage_loop(self, loop: int) -> StageLoop:
         """What this stage has of a loop."""
         cut_loop = self.cut.loops[loop]
         trained, frozen = self.cut.constants(loop, self.outer)
-        return _StageLoop(
+        return StageLoop(
             layer=layer(cut_loop, self.cut.trained, self.table.splits),
             stacks=picked(self.weights, cut_loop.weight_numbers),
             layers_per_part=cut_loop.layers // self.parts_per_loop,
@@ -214,7 +136,7 @@ class Passes:
             return stage_loop.stacks
         return rows_of(stage_loop.stacks, first_row, stage_loop.layers_per_part)
 
-    def _local_inputs(self, loop: int, pass_row: PassRow) -> _LocalInputs:
+    def _local_inputs(self, loop: int, pass_row: PassRow) -> LocalInputs:
         """What a pass needs besides weights and buffers."""
         inputs = self.inputs(pass_row.microbatch)
         # Masks, positions and the like are cheaper to compute than to send or to keep.
@@ -222,7 +144,7 @@ class Passes:
         count = self.stage_loops[loop].layers_per_part
         first_layer = (pass_row.part - loop * self.parts_per_loop) * count
         shared = [*self.stage_loops[loop].frozen_constants, *shared]
-        return _LocalInputs(first_layer, inputs, shared, rows_of(per_layer, first_layer, count))
+        return LocalInputs(first_layer, inputs, shared, rows_of(per_layer, first_layer, count))
 
     # Forward.
 
@@ -244,10 +166,10 @@ class Passes:
         unpack = partial(self.cut.wire.unpacked, loop, arrived)
         return cond_told(1, self.chunks_per_loop, is_first, start, unpack)
 
-    def _run_part(
+    def _forward_sweep(
         self, loop: int, pass_row: PassRow, buffers: Buffers, residual_buffer: Arrays, slot: Any
-    ) -> tuple[Arrays, Arrays]:
-        """Run the layers of a part forward, and keep what their backward passes read.
+    ) -> Sweep[tuple[Arrays, Arrays]]:
+        """The layers of a part forward, keeping what their backward passes read.
 
         The pass is a forward one, or a backward one that recomputes. What is kept goes into a slot
         of `residual_buffer`; if that is an empty list, nothing is kept. The results are what
@@ -260,15 +182,19 @@ class Passes:
         numbers = jnp.arange(self.stage_loops[loop].layers_per_part, dtype=jnp.int32)
         weights = self._part_weights(loop, self._first_row(loop, pass_row))
         scanned = numbers, weights, local.per_layer
-        (handed_on, residual_buffer), rows = lax.scan(body, (entering, residual_buffer), scanned)
-        # Of the stacked outputs, the part fills in the rows of its own layers.
-        stacked = with_rows(stacked, local.first_layer, rows)
-        return [*handed_on, *passing, *stacked], residual_buffer
+
+        def finish(carry: tuple[Arrays, Arrays], rows: Arrays) -> tuple[Arrays, Arrays]:
+            handed_on, residual_buffer = carry
+            # Of the stacked outputs, the part fills in the rows of its own layers.
+            of_part = with_rows(stacked, local.first_layer, rows)
+            return [*handed_on, *passing, *of_part], residual_buffer
+
+        return Sweep(body, (entering, residual_buffer), scanned, finish)
 
     def _run_layer(
-        self, loop: int, local: _LocalInputs, slot: Any, carry: tuple[Arrays, Arrays], scanned: Any
+        self, loop: int, local: LocalInputs, slot: Any, carry: tuple[Arrays, Arrays], scanned: Any
     ) -> tuple[tuple[Arrays, Arrays], Arrays]:
-        """The scan body of `_run_part`: one layer forward.
+        """The scan body of a forward sweep: one layer.
 
         The carry is what enters the layer, and the buffer in which its residuals are kept.
         """
@@ -293,12 +219,21 @@ class Passes:
         return switch_loop(self.program, pass_row, self._forward, buffers)
 
     def _forward(self, loop: int, pass_row: PassRow, buffers: Buffers) -> tuple[Arrays, Buffers]:
-        # With an empty buffer `_run_part` keeps no residuals, and XLA does not compute them.
-        residual_buffer: Arrays = []
-        if self.table.trains and not self.program.recompute:
-            residual_buffer = buffers["kept"][loop]
+        sweep = self._forward_sweep(loop, pass_row, buffers, *self._keeps(loop, pass_row, buffers))
+        return self._after_forward(loop, buffers, *sweep.run())
+
+    def _keeps(self, loop: int, pass_row: PassRow, buffers: Buffers) -> tuple[Arrays, Any]:
+        """The buffer in which a forward pass keeps residuals, and the slot of its microbatch."""
         slot = pass_row.slot("kept")
-        travelled, residual_buffer = self._run_part(loop, pass_row, buffers, residual_buffer, slot)
+        # With an empty buffer no residuals are kept, and XLA does not compute them.
+        if not self.table.trains or self.program.recompute:
+            return [], slot
+        return buffers["kept"][loop], slot
+
+    def _after_forward(
+        self, loop: int, buffers: Buffers, travelled: Arrays, residual_buffer: Arrays
+    ) -> tuple[Arrays, Buffers]:
+        """What a forward sweep made, laid out for the wire, and the buffers with the residuals."""
         output_wire = self.cut.wire.packed(loop, travelled)
         if residual_buffer:
             buffers = with_loop(buffers, "kept", loop, residual_buffer)
@@ -314,72 +249,100 @@ class Passes:
         The results are the gradients of the part's input, laid out for the wire, the buffers, and
         `layer_sums`.
         """
-        do = self._backward_whole
+        return switch_loop(self.program, pass_row, self._backward, buffers, layer_sums)
+
+    def _backward(
+        self, loop: int, pass_row: PassRow, buffers: Buffers, layer_sums: list[Arrays]
+    ) -> tuple[Arrays, Buffers, list[Arrays]]:
+        part = self._backward_part(loop, pass_row, buffers)
+        sweep = self._backward_sweep(part, pass_row, buffers, layer_sums)
+        gradient_wire, written = sweep.run()
+        return gradient_wire, *self._after_backward(part, buffers, layer_sums, written)
+
+    def _backward_sweep(
+        self, part: BackwardPart, pass_row: PassRow, buffers: Buffers, layer_sums: list[Arrays]
+    ) -> Sweep[tuple[Arrays, Arrays]]:
+        """The layers of a part backward.
+
+        Besides the gradients, the scan carries what each layer writes into: the sums of gradients,
+        or where passes are split the buffer of what a pass `W` needs. The results are the gradients
+        of the part's input, laid out for the wire, and what was written.
+        """
+        body: Callable[..., Any] = partial(self._gradients_of_layer, part)
+        written = layer_sums[part.loop]
         if self.table.splits:
-            do = self._backward_inputs
-        return switch_loop(self.program, pass_row, do, buffers, layer_sums)
-
-    def _backward_whole(
-        self, loop: int, pass_row: PassRow, buffers: Buffers, layer_sums: list[Arrays]
-    ) -> tuple[Arrays, Buffers, list[Arrays]]:
-        """The backward pass of a part, with the gradients of weights added to their sums."""
-        part = self._backward_part(loop, pass_row, buffers)
-        body = partial(self._gradients_of_layer, part)
-        gradient_wire, sums = self._scan_backward(part, body, layer_sums[loop])
-        return gradient_wire, buffers, replaced(layer_sums, [loop], [sums])
-
-    def _backward_inputs(
-        self, loop: int, pass_row: PassRow, buffers: Buffers, layer_sums: list[Arrays]
-    ) -> tuple[Arrays, Buffers, list[Arrays]]:
-        """The backward pass of a part, without the gradients of weights.
-
-        What those need is saved for a pass `W`, which fills a gap later on.
-        """
-        part = self._backward_part(loop, pass_row, buffers)
-        body = partial(self._input_gradients_of_layer, part, pass_row.slot("left"))
-        gradient_wire, saved_buffer = self._scan_backward(part, body, buffers["left"][loop])
-        buffers = with_loop(buffers, "left", loop, saved_buffer)
-        # `W` reads the residuals too. Where this pass has made them again, they have to be kept;
-        # elsewhere the buffer is the same as before.
-        buffers = with_loop(buffers, "kept", loop, part.residual_buffer)
-        return gradient_wire, buffers, layer_sums
-
-    def _scan_backward(
-        self, part: _BackwardPart, body: Callable[..., Any], written: Arrays
-    ) -> tuple[Arrays, Arrays]:
-        """Go backward through the layers of a part; `body` is the scan body, for one layer.
-
-        Besides the gradients, the scan carries `written`, into which each layer writes: sums of
-        gradients, or a buffer. The results are the gradients of the part's input, laid out for the
-        wire, and `written`.
-        """
+            body = partial(self._input_gradients_of_layer, part, pass_row.slot("left"))
+            written = buffers["left"][part.loop]
         numbers = jnp.arange(self.stage_loops[part.loop].layers_per_part, dtype=jnp.int32)
-        carry = part.arrived.entering, written
         scanned = numbers, part.weights, part.local.per_layer, part.arrived.rows
-        # Backward, the last layer comes first.
-        (gradients, written), _ = lax.scan(body, carry, scanned, reverse=True)
-        travelling = [*gradients, *part.arrived.forwarded]
-        return self.cut.wire.packed(part.loop, travelling, backward=True), written
 
-    def _backward_part(self, loop: int, pass_row: PassRow, buffers: Buffers) -> _BackwardPart:
+        def finish(carry: tuple[Arrays, Arrays], _: None) -> tuple[Arrays, Arrays]:
+            gradients, written = carry
+            travelling = [*gradients, *part.arrived.forwarded]
+            return self.cut.wire.packed(part.loop, travelling, backward=True), written
+
+        # Backward, the last layer comes first.
+        return Sweep(body, (part.arrived.entering, written), scanned, finish, reverse=True)
+
+    def _after_backward(
+        self, part: BackwardPart, buffers: Buffers, layer_sums: list[Arrays], written: Arrays
+    ) -> tuple[Buffers, list[Arrays]]:
+        """The buffers and the sums of gradients, with what a backward sweep wrote."""
+        if not self.table.splits:
+            return buffers, replaced(layer_sums, [part.loop], [written])
+        buffers = with_loop(buffers, "left", part.loop, written)
+        # `W` reads the residuals too, so that those that this pass has made again are kept.
+        if self.program.recompute:
+            buffers = with_loop(buffers, "kept", part.loop, part.residual_buffer)
+        return buffers, layer_sums
+
+    # Both.
+
+    def combined(
+        self, forward: PassRow, backward: PassRow, buffers: Buffers, layer_sums: list[Arrays]
+    ) -> tuple[Arrays, Arrays, Buffers, list[Arrays]]:
+        """A forward and a backward pass of different microbatches, a layer of each at a time.
+
+        Neither waits for the other, so that what a layer of one sends may go while the other
+        multiplies. The results are the output of the one and the gradients of the other's input,
+        laid out for the wire, the buffers, and `layer_sums`.
+        """
+        part = self._backward_part(0, backward, buffers)
+        if not self.program.recompute:
+            # The forward pass writes into the buffer that this one reads. Read here, in the loop
+            # over layers, the compiler would copy the whole buffer.
+            residuals = read_slot(part.residual_buffer, part.residual_slot)
+            residuals = [x[None] for x in residuals]
+            part = replace(part, residual_buffer=residuals, residual_slot=0)
+        (travelled, residual_buffer), (gradient_wire, written) = run_together(
+            self._forward_sweep(0, forward, buffers, *self._keeps(0, forward, buffers)),
+            self._backward_sweep(part, backward, buffers, layer_sums),
+        )
+        output_wire, buffers = self._after_forward(0, buffers, travelled, residual_buffer)
+        buffers, layer_sums = self._after_backward(part, buffers, layer_sums, written)
+        return output_wire, gradient_wire, buffers, layer_sums
+
+    # What backward passes read and write.
+
+    def _backward_part(self, loop: int, pass_row: PassRow, buffers: Buffers) -> BackwardPart:
         """What a backward pass reads, with the residuals made again on a stage that recomputes."""
         local = self._local_inputs(loop, pass_row)
         arrived = self._arrived_gradients(loop, pass_row, buffers, local.first_layer)
         residual_buffer, slot = self._residuals_or_recomputed(loop, pass_row, buffers)
         first_row = self._first_row(loop, pass_row)
         weights = self._part_weights(loop, first_row)
-        return _BackwardPart(loop, local, arrived, weights, first_row, residual_buffer, slot)
+        return BackwardPart(loop, local, arrived, weights, first_row, residual_buffer, slot)
 
     def _arrived_gradients(
         self, loop: int, pass_row: PassRow, buffers: Buffers, first_layer: Any
-    ) -> _ArrivedGradients:
+    ) -> ArrivedGradients:
         """The gradients that wait for a backward pass, of a part that begins at `first_layer`."""
         arrived = read_slot(buffers["gradients"], pass_row.slot("gradients"))
         gradients = self.cut.wire.unpacked(loop, arrived, backward=True)
         cut_loop = self.cut.loops[loop]
         entering, passing, stacked = cut_loop.split_travelling(gradients, backward=True)
         rows = rows_of(stacked, first_layer, self.stage_loops[loop].layers_per_part)
-        return _ArrivedGradients(entering, [*passing, *stacked], rows)
+        return ArrivedGradients(entering, [*passing, *stacked], rows)
 
     def _residuals_or_recomputed(
         self, loop: int, pass_row: PassRow, buffers: Buffers
@@ -397,10 +360,11 @@ class Passes:
             stage_loop = self.stage_loops[loop]
             shapes, layers = stage_loop.layer.residual_shapes, stage_loop.layers_per_part
             residual_buffer, slot = empty(shapes, 1, layers), 0
-        _, residual_buffer = self._run_part(loop, pass_row, buffers, residual_buffer, slot)
+        sweep = self._forward_sweep(loop, pass_row, buffers, residual_buffer, slot)
+        _, residual_buffer = sweep.run()
         return residual_buffer, slot
 
-    def _gradients_of_layer(self, part: _BackwardPart, carry: Any, scanned: Any) -> Any:
+    def _gradients_of_layer(self, part: BackwardPart, carry: Any, scanned: Any) -> Any:
         """The scan body of a whole backward pass: all gradients of one layer."""
         stage_loop = self.stage_loops[part.loop]
         gradients, sums = carry
@@ -417,7 +381,7 @@ class Passes:
         return (gradients, sums), None
 
     def _input_gradients_of_layer(
-        self, part: _BackwardPart, saved_slot: Any, carry: Any, scanned: Any
+        self, part: BackwardPart, saved_slot: Any, carry: Any, scanned: Any
     ) -> Any:
         """The scan body of a backward pass of inputs: the gradients of what entered one layer.
 

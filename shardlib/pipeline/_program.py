@@ -14,7 +14,7 @@ what is sent have one slot more, into which goes what arrives and nobody reads.
 
 import heapq
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -84,6 +84,19 @@ class Program:
     def passes(self) -> int:
         """How many passes of each kind a stage has; `step/_layer_order` refuses unequal numbers."""
         return self.table.microbatches * self.table.parts // self.table.stages
+
+    @cached_property
+    def combinable(self) -> np.ndarray:
+        """Where a stage has a forward and a backward pass that do not wait for each other.
+
+        Of ticks by stages. A backward pass through the last part may be of the microbatch that has
+        just come out of it: its gradient is not there before that.
+        """
+        last = self.table.parts - 1
+        rows = self.rows
+        same = rows["F.microbatch"] == rows["B.microbatch"]
+        through_last = (rows["F.part"] == last) & (rows["B.part"] == last)
+        return (rows["F"] == 1) & (rows["B"] == 1) & ~(same & through_last)
 
 
 @lru_cache(maxsize=64)

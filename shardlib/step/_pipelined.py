@@ -77,6 +77,12 @@ class Pipelined:
             self.leaves,
             loops_of(strategy, names),
         )
+        if strategy.combine_passes and len(self.cut.loops) > 1:
+            raise ValueError(
+                f"`Strategy(combine_passes=True)`: the loss has {len(self.cut.loops)} loops over "
+                "layers, and passes of different loops are not combined. Leave it out, or write "
+                "the layers as one loop."
+            )
         # Trees of the positions that outputs have in the list that the cut function returns.
         _, (self.means, self.streams, rest) = _positions_in(structures[0])
         self._check_unchanged(rest, _positions_in(argument_tree)[1])
@@ -140,7 +146,13 @@ class Pipelined:
             trains=trains,
         )
         return Executor(
-            self.cut, program, self.axis, self.held, self.inputs, jax.tree.leaves(self.means)
+            self.cut,
+            program,
+            self.axis,
+            self.held,
+            self.inputs,
+            jax.tree.leaves(self.means),
+            combines=trains and self.strategy.combine_passes,
         )
 
 

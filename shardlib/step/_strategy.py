@@ -41,7 +41,7 @@ from shardlib.pipeline.schedules._schedule import Schedule
 from shardlib.step._exchange_checks import check_apart, check_exchange
 from shardlib.step._offload import Offload, resolve_offload, with_offloaded
 from shardlib.step._precision import Precision, resolve_precision
-from shardlib.step._strategy_checks import check_offload, check_pipeline
+from shardlib.step._strategy_checks import check_combined_passes, check_offload, check_pipeline
 
 # The count of microbatches is an int32 in the compiled step.
 _MOST_MICROBATCHES = 2**31 - 1
@@ -93,6 +93,10 @@ class Strategy:
       implementations than threefry are refused. `"by_mesh"`, they may depend on the mesh, so that
       keys of `rbg`, faster on TPUs, may be used; the key that a loss is given is then of JAX's
       default implementation, `jax_default_prng_impl`.
+    - `combine_passes`: whether a tick of the pipeline with a forward and a backward pass runs a
+      layer of each at a time, so that what one sends, to experts say, may go while the other
+      multiplies. It takes a schedule with such ticks, `DualPipeV` or one with `paired=True`, and
+      compiles a third pass through the layers.
     - `hide_collectives`: whether sparse cores gather and scatter while matrices are multiplied, on
       TPUs where they can: v5p, v6e and 7x.
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default
@@ -121,6 +125,7 @@ class Strategy:
     pipeline: Schedule | None = None
     draws: Literal["same", "by_mesh"] = "same"
     hide_collectives: bool = True
+    combine_passes: bool = False
 
     def __post_init__(self) -> None:
         self._check_fields()
@@ -153,6 +158,7 @@ class Strategy:
     def _check_sizes(self, axes: Mapping[str, int]) -> None:
         """Refuse what does not go together on axes of these sizes, as far as they are known."""
         check_offload(self, axes)
+        check_combined_passes(self)
         if self.pipeline is not None:
             check_pipeline(self, axes)
 
@@ -189,6 +195,7 @@ class Strategy:
         # later.
         with_offloaded(self.remat, resolve_offload(self.offload))
         hide = check.boolean("Strategy", "hide_collectives", self.hide_collectives)
+        combine = check.boolean("Strategy", "combine_passes", self.combine_passes)
         clip = self.clip
         # Any transformation of the gradient may clip; a number is the norm of the whole.
         if clip is not None and not isinstance(clip, optax.GradientTransformation):
@@ -197,7 +204,8 @@ class Strategy:
                 "`optax.clip(1.0)`"
             )
             clip = check.number("Strategy", "clip", clip, takes, above=0)
-        check.assign(self, accumulate=accumulate, clip=clip, hide_collectives=hide)
+        check.assign(self, accumulate=accumulate, clip=clip)
+        check.assign(self, hide_collectives=hide, combine_passes=combine)
 
     def _check_mesh(self) -> None:
         """Refuse explicit axes, over which the partitioner decides nothing."""

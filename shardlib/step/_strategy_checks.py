@@ -14,6 +14,7 @@ from shardlib.collectives._exact import Exact
 from shardlib.layouts._remat_policy import RematBudget, RematByBlock
 from shardlib.layouts._rules import RINGS
 from shardlib.layouts._specs import axes_within
+from shardlib.pipeline._program import program_of
 from shardlib.pipeline._schedule_checks import check_is_schedule, check_stage_axis, check_table
 
 
@@ -98,4 +99,28 @@ def check_pipeline(strategy: Any, axes: Mapping[str, int]) -> None:
         raise ValueError(
             "`Exact(overlap=True)` is for steps without a pipeline: here gradients go after "
             "the last tick."
+        )
+
+
+def check_combined_passes(strategy: Any) -> None:
+    """Refuse to combine passes where no tick has two that do not wait for each other."""
+    if not strategy.combine_passes:
+        return
+    schedule = strategy.pipeline
+    if schedule is None:
+        raise ValueError(
+            "`Strategy(combine_passes=True)` runs a forward and a backward pass of a pipeline's "
+            "tick together: give a schedule, `pipeline=sl.pipeline.DualPipeV(...)` say."
+        )
+    check_is_schedule(schedule)
+    if not schedule.paired:
+        raise ValueError(
+            f"`Strategy(combine_passes=True, pipeline={schedule!r})`: a tick of this schedule "
+            "takes one pass. Give it `paired=True`, or use `DualPipeV`."
+        )
+    check_table(schedule)
+    if not program_of(schedule).combinable.any():
+        raise ValueError(
+            f"`Strategy(combine_passes=True, pipeline={schedule!r})`: no tick has a forward and a "
+            "backward pass that do not wait for each other. Use more stages or microbatches."
         )
