@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardlib.pipeline._loop import Arrays
 from shardlib.tracing._jaxpr import picked
@@ -51,6 +52,19 @@ def zeros(shapes: Sequence[Any]) -> Arrays:
 def read_slot(buffer: Arrays, slot: Any) -> Arrays:
     """What a slot holds."""
     return [lax.dynamic_index_in_dim(x, slot, keepdims=False) for x in buffer]
+
+
+def slot_aside(buffer: Arrays, slot: Any) -> Arrays:
+    """A buffer of one slot, with what a slot of another holds.
+
+    It is laid out in memory as it is given. Otherwise the compiler gives the slot the layout that
+    its readers like best, and the whole buffer as well, which it copies for that.
+    """
+    aside = []
+    for x in buffer:
+        one = lax.dynamic_slice_in_dim(x, slot, 1)
+        aside.append(with_layout_constraint(one, Layout(tuple(range(x.ndim)))))
+    return aside
 
 
 def with_slot(buffer: Arrays, slot: Any, values: Arrays) -> Arrays:

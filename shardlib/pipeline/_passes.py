@@ -34,6 +34,7 @@ from shardlib.pipeline._buffers import (
     read_slot,
     replaced,
     rows_of,
+    slot_aside,
     with_layer,
     with_loop,
     with_rows,
@@ -309,10 +310,9 @@ class Passes:
         """
         part = self._backward_part(0, backward, buffers)
         if not self.program.recompute:
-            # The forward pass writes into the buffer that this one reads. Read here, in the loop
+            # The forward pass writes into the buffer that this one reads. Were it read in the loop
             # over layers, the compiler would copy the whole buffer.
-            residuals = read_slot(part.residual_buffer, part.residual_slot)
-            residuals = [x[None] for x in residuals]
+            residuals = slot_aside(part.residual_buffer, part.residual_slot)
             part = replace(part, residual_buffer=residuals, residual_slot=0)
         (travelled, residual_buffer), (gradient_wire, written) = run_together(
             self._forward_sweep(0, forward, buffers, *self._keeps(0, forward, buffers)),
