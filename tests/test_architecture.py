@@ -84,7 +84,7 @@ LAYERS = [
         "pipeline",
         "schedules _program _schedule_checks _loop _wire _cut_checks _cut_loss _cut _layer _buffers",
     ),
-    ("pipeline", "_pass_row _passes _outside_loops"),
+    ("pipeline", "_parts _sweeps _pass_row _passes _outside_loops"),
     ("pipeline", "_execute"),
     ("experts", "_selection _routing _sigmoid_router _noisy_router _hash_router _expert_choice"),
     (

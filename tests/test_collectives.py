@@ -568,7 +568,7 @@ replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="jit(f)/all_gather"
     [
         (
             "custom-call-start(), called_computations={%wrapped}",
-            "custom-call-update(%s)",
+            "custom-call-update(%s, %p)",
             "custom-call-done(%u)",
         ),
         (
@@ -594,10 +594,13 @@ def test_collectives_wrapped_in_an_async_computation_are_recognized(
     product = (
         ["%m = f32[64,512]{1,0} convolution(%p, %p), dim_labels=bf_io->bf"] if overlapped else []
     )
+    # A start without operands has nothing to send before its update.
+    before, after = ([], product) if "start()" in start else (product, [])
     entry = (
         f"%s = {started} {start}",
-        *product,
+        *before,
         f"%u = {started} {update}",
+        *after,
         f"%d = bf16[2048,2048]{{1,0}} {done}",
     )
     expected = Collective(
@@ -606,6 +609,21 @@ def test_collectives_wrapped_in_an_async_computation_are_recognized(
     found = collectives(text_of(*entry, computations=WRAPPED))
     assert found == (dataclasses.replace(expected, overlapped=overlapped),)
     assert found[0].asynchronous
+
+
+def test_what_is_multiplied_before_a_collective_has_its_operands_does_not_hide_it():
+    started = (
+        "((bf16[256,2048]{1,0:T(8,128)(2,1)}), bf16[2048,2048]{1,0:T(8,128)(2,1)}, "
+        "(s32[8192]{0:T(1024)}))"
+    )
+    entry = (
+        f'%s = {started} call-start(), async_execution_thread="sparsecore", to_apply=%wrapped',
+        "%m = f32[64,512]{1,0} convolution(%p, %p), dim_labels=bf_io->bf",
+        f"%u = {started} call-update(%s, %p)",
+        "%d = bf16[2048,2048]{1,0} call-done(%u)",
+    )
+    [found] = collectives(text_of(*entry, computations=WRAPPED))
+    assert (found.asynchronous, found.overlapped) == (True, False)
 
 
 CHAIN = """

@@ -2,6 +2,9 @@
 what the compiled programs hide.
 """
 
+from functools import partial
+
+import jax
 import numpy as np
 import optax
 import pytest
@@ -11,23 +14,23 @@ from test_pipelined import (
     EXPERTS,
     RULES,
     TOKENS,
+    alone,
     assert_alike,
-    experts_alone,  # noqa: F401
-    loss,
+    experts_alone,
     loss_of_both,
-    make,
     make_both,
     make_experts,
     stepped,
 )
-from test_pipelined import alone as alone_of_toy
 
 import shardlib as sl
 from models import moe
 from shardlib import pipeline
+from shardlib.compiled._collectives import collectives
 from shardlib.pipeline._program import program_of
 
-alone = alone_of_toy
+__all__ = ["alone", "experts_alone"]  # fixtures
+
 PAIRED = [
     pipeline.OneFOneB(2, 8, paired=True),
     pipeline.Eager1F1B(2, 8),
@@ -58,7 +61,7 @@ def test_combined_passes_on_four_stages_equal_one_stage(alone):
 
 
 @pytest.mark.long
-def test_combined_passes_with_experts_equal_one_stage(experts_alone):  # noqa: F811
+def test_combined_passes_with_experts_equal_one_stage(experts_alone):
     strategy = combining(pipeline.DualPipeV(2, 4), rules=EXPERTS)
     assert_alike(stepped(strategy, make_experts, moe.loss, TOKENS), experts_alone)
 
@@ -96,3 +99,41 @@ def test_combined_passes_of_two_loops_are_refused():
     given = {"x": np.ones((32, 8), "f"), "weight": np.ones(32, "f")}
     with pytest.raises(ValueError, match="2 loops over layers"):
         sl.train_step(loss_of_both, strategy)(state, given)
+
+
+def sends_to_experts(machine, combine):
+    """The all-to-alls of a pipeline of experts, compiled for a machine."""
+    mesh = mesh_on(machine, "stage=2,data=4")
+    config = moe.tiny(layers=4, width=256, heads=2, context=256, vocab=256, every=1, experts=4)
+    rules = sl.rules.data | sl.rules.pipeline | sl.AxisRules(experts="data")
+    strategy = sl.Strategy(
+        mesh=mesh,
+        rules=rules,
+        pipeline=pipeline.DualPipeV(2, 4),
+        combine_passes=combine,
+        remat="full",
+    )
+    make = partial(moe.MoE, config)
+    state = sl.init(lambda: make(rngs=nnx.Rngs(0)), optax.adam(1e-3), strategy, abstract=True)
+    tokens = {"tokens": jax.ShapeDtypeStruct((16, 257), "int32")}
+    lowered = sl.train_step(moe.loss, strategy).lower(state, tokens)
+    found = collectives(compile_for(mesh, lowered), mesh)
+    return [one for one in found if one.kind.endswith("all-to-all")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param("v6e:2x4", marks=pytest.mark.exhaustive),
+        pytest.param("h200:1x1x8", marks=pytest.mark.gpu_compiler),
+    ],
+)
+def test_combined_passes_hide_more_of_what_experts_are_sent_and_send_as_much(machine):
+    apart, combined = [sends_to_experts(machine, combine) for combine in (False, True)]
+    total = [sum(one.total_bytes for one in found) for found in (apart, combined)]
+    hidden = [
+        sum(one.total_bytes for one in found if one.overlapped) for found in (apart, combined)
+    ]
+    assert total[0] == total[1] > 0
+    assert hidden[1] > 1.25 * hidden[0]

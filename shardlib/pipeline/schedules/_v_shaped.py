@@ -233,8 +233,9 @@ class DualPipeV:
 
     - `stages`: S, the size of the mesh axis that has the stages.
     - `microbatches`: M, into which the examples of a device are split; at least 2 S.
-    - `paired`: whether a tick takes both, so that what one sends may go while the other computes;
-      with False it takes one pass.
+    - `paired`: whether a tick takes both; with False it takes one pass. The two are run one after
+      the other, or a layer of each at a time with `Strategy(combine_passes=True)`, so that what one
+      sends may go while the other computes.
     """
 
     stages: int
