@@ -113,13 +113,14 @@ class Executor:
         self, row: dict[str, Any], state: _State, nothing: Arrays, no_gradients: Arrays
     ) -> _State:
         """One tick of this stage; `nothing` and `no_gradients` are sent where it has no pass."""
+        output_wire, gradient_wire = nothing, no_gradients
         both: Any = np.bool_(False)
         if self.combines:
             both = row["both"]
-            nothing, no_gradients, state = self._both(row, state, nothing, no_gradients)
+            output_wire, gradient_wire, state = self._both(row, state, nothing, no_gradients)
         # Forward comes first: the head's gradient is there for a backward pass of the same tick.
-        output_wire, state = self._forward(row, state, nothing, both)
-        gradient_wire, state = self._backward(row, state, no_gradients, both)
+        output_wire, state = self._forward(row, state, output_wire, both)
+        gradient_wire, state = self._backward(row, state, gradient_wire, both)
         buffers = self._with_arrivals(state.buffers, row, "F", output_wire)
         buffers = self._with_arrivals(buffers, row, "B", gradient_wire)
         return state._replace(buffers=buffers)
