@@ -160,15 +160,17 @@ def to_read(
     for name, value in (("mesh", mesh), ("rules", rules)):
         if value is not None:
             changes += [f"--{name}", value]
-    strategy = override(dataclasses.replace(run.strategy, dcn="", pipeline=None), changes)
+    # What only a pipeline takes is left out together with it.
+    alone = dataclasses.replace(
+        run.strategy, dcn="", pipeline=None, combine_passes=False, remat="none", offload=None
+    )
+    strategy = override(alone, changes)
     return dataclasses.replace(
         strategy,
         frozen=(),
         rules=decoding.rules(strategy.rules),
         zero=sl.Zero(3, small=0) if is_split else 0,
         accumulate=1,
-        offload=None,
-        remat="none",
     )
 
 

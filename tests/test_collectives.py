@@ -611,15 +611,17 @@ def test_collectives_wrapped_in_an_async_computation_are_recognized(
     assert found[0].asynchronous
 
 
-def test_what_is_multiplied_before_a_collective_has_its_operands_does_not_hide_it():
+@pytest.mark.parametrize("updates", [1, 2])
+def test_what_is_multiplied_before_a_collective_has_its_operands_does_not_hide_it(updates):
     started = (
         "((bf16[256,2048]{1,0:T(8,128)(2,1)}), bf16[2048,2048]{1,0:T(8,128)(2,1)}, "
         "(s32[8192]{0:T(1024)}))"
     )
     entry = (
         f'%s = {started} call-start(), async_execution_thread="sparsecore", to_apply=%wrapped',
+        *([f"%t = {started} call-update(%s)"] if updates == 2 else []),
         "%m = f32[64,512]{1,0} convolution(%p, %p), dim_labels=bf_io->bf",
-        f"%u = {started} call-update(%s, %p)",
+        f"%u = {started} call-update({'%s' if updates == 1 else '%t'}, %p)",
         "%d = bf16[2048,2048]{1,0} call-done(%u)",
     )
     [found] = collectives(text_of(*entry, computations=WRAPPED))

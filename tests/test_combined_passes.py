@@ -2,6 +2,7 @@
 what the compiled programs hide.
 """
 
+from collections import Counter
 from functools import partial
 
 import jax
@@ -16,8 +17,11 @@ from test_pipelined import (
     TOKENS,
     alone,
     assert_alike,
+    batch,
     experts_alone,
+    loss,
     loss_of_both,
+    make,
     make_both,
     make_experts,
     stepped,
@@ -32,10 +36,7 @@ from shardlib.pipeline._program import program_of
 __all__ = ["alone", "experts_alone"]  # fixtures
 
 PAIRED = [
-    pipeline.OneFOneB(2, 8, paired=True),
-    pipeline.Eager1F1B(2, 8),
     pipeline.Interleaved(2, 8, paired=True),
-    pipeline.ZBH1(2, 8, paired=True),
     pipeline.ZBV(2, 8, paired=True),
     pipeline.VHalf(2, 8, paired=True),
     pipeline.DualPipeV(2, 8),
@@ -61,21 +62,58 @@ def test_combined_passes_on_four_stages_equal_one_stage(alone):
 
 
 @pytest.mark.long
+def test_combined_passes_of_a_custom_table_equal_one_stage(alone):
+    table = pipeline.DualPipeV(2, 8).table()
+    strategy = combining(pipeline.Custom(table, paired=True))
+    assert_alike(stepped(strategy), alone)
+
+
+@pytest.mark.long
+def test_combined_passes_send_what_passes_do_that_are_apart():
+    totals = []
+    for combine in (False, True):
+        strategy = sl.Strategy(
+            mesh="stage=2,data=2,model=2",
+            rules=RULES,
+            pipeline=pipeline.DualPipeV(2, 8),
+            combine_passes=combine,
+        )
+        state = sl.init(make, optax.sgd(0.1), strategy)
+        compiled = sl.train_step(loss, strategy).lower(state, batch()).compile()
+        sent = Counter()
+        for one in collectives(compiled, strategy.device_mesh):
+            sent[one.kind, one.axes] += one.total_bytes
+        totals.append(sent)
+    assert totals[0] == totals[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.long
+def test_combined_passes_pass_check_step_against_one_device():
+    given = {name: x[:16] for name, x in batch().items()}
+    options = {"pipeline": pipeline.DualPipeV(2, 4), "combine_passes": True}
+    meshes = ["stage=2,data=2,model=1"]
+    sl.testing.check_step(make, optax.adam(0.1), loss, given, RULES, meshes=meshes, **options)
+
+
+@pytest.mark.long
 def test_combined_passes_with_experts_equal_one_stage(experts_alone):
     strategy = combining(pipeline.DualPipeV(2, 4), rules=EXPERTS)
     assert_alike(stepped(strategy, make_experts, moe.loss, TOKENS), experts_alone)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("schedule", PAIRED, ids=lambda schedule: type(schedule).__name__)
-def test_no_combined_backward_pass_waits_for_the_forward_pass_of_its_tick(schedule):
-    made = program_of(schedule)
-    assert made.combinable.any()
+def test_no_combined_backward_pass_waits_for_the_forward_pass_of_its_tick(schedule, recompute):
+    made = program_of(schedule, recompute=recompute)
+    assert made.combined_passes > 0
     for tick, stage in np.argwhere(made.combinable):
         of = {name: made.rows[name][tick, stage] for name in made.rows}
         assert of["F"] == of["B"] == 1
         # What a forward pass writes is read by no backward pass of its tick.
         assert (of["F.microbatch"], of["F.part"]) != (of["B.microbatch"], of["B.part"])
-        assert of["F.kept"] != of["B.kept"]
+        if not recompute:
+            assert of["F.kept"] != of["B.kept"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +122,10 @@ def test_no_combined_backward_pass_waits_for_the_forward_pass_of_its_tick(schedu
         (None, "give a schedule"),
         (pipeline.GPipe(2, 8), "takes one pass"),
         (pipeline.DualPipeV(2, 8, paired=False), "takes one pass"),
-        (pipeline.Eager1F1B(1, 8), "do not wait for each other"),
+        (pipeline.Eager1F1B(1, 8), "stage 0 a forward"),
+        (pipeline.Eager1F1B(2, 8), "stage 1 a forward"),
+        (pipeline.ZBH1(2, 8, paired=True), "stage 1 a forward"),
+        (pipeline.GPipe(2, 8, paired=True), "stage 0 a forward"),
     ],
 )
 def test_combined_passes_are_refused_where_no_tick_has_two(schedule, named):
@@ -93,12 +134,13 @@ def test_combined_passes_are_refused_where_no_tick_has_two(schedule, named):
         combining(schedule, f"stage={stages},data=1,model=1")
 
 
-def test_combined_passes_of_two_loops_are_refused():
+def test_combined_passes_of_two_loops_are_refused_where_they_train():
     strategy = combining(pipeline.DualPipeV(2, 8))
     state = sl.init(make_both, optax.sgd(0.1), strategy)
     given = {"x": np.ones((32, 8), "f"), "weight": np.ones(32, "f")}
     with pytest.raises(ValueError, match="2 loops over layers"):
         sl.train_step(loss_of_both, strategy)(state, given)
+    assert sl.evaluation(loss_of_both, strategy)(state, [given])
 
 
 def sends_to_experts(machine, combine):
@@ -113,8 +155,8 @@ def sends_to_experts(machine, combine):
         combine_passes=combine,
         remat="full",
     )
-    make = partial(moe.MoE, config)
-    state = sl.init(lambda: make(rngs=nnx.Rngs(0)), optax.adam(1e-3), strategy, abstract=True)
+    make_model = partial(moe.MoE, config)
+    state = sl.init(lambda: make_model(rngs=nnx.Rngs(0)), optax.adam(1e-3), strategy, abstract=True)
     tokens = {"tokens": jax.ShapeDtypeStruct((16, 257), "int32")}
     lowered = sl.train_step(moe.loss, strategy).lower(state, tokens)
     found = collectives(compile_for(mesh, lowered), mesh)

@@ -1,5 +1,6 @@
 """What the README and the docs tell a newcomer to run, as they would run it, in few steps."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -8,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import shardlib as sl
 from examples import quickstart
+from examples.configs import tiny
+from examples.start import to_read
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,3 +63,19 @@ def test_translate_example_prints_accuracy_and_sample_translations():
         re.search(r"\d+ of 128 sentences it has never seen are right", shown)
         and shown.count(" -> ") == 5
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"combine_passes": True}, {"remat": "stage"}, {"remat": "full", "offload": "optimizer"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_a_pipeline_has_learned_is_read_without_a_pipeline(options):
+    strategy = sl.Strategy(
+        mesh="stage=2,data=4",
+        rules=sl.rules.data | sl.rules.pipeline,
+        pipeline=sl.pipeline.DualPipeV(2, 8),
+        **options,
+    )
+    reads = to_read(dataclasses.replace(tiny.run(), strategy=strategy))
+    assert (reads.pipeline, reads.combine_passes, reads.remat) == (None, False, "none")

@@ -395,9 +395,13 @@ def _sends_from(scope: Scope, start: Instruction) -> Instruction:
     """
     if start.operands:
         return start
+    # An update has the instruction that it continues, and what it gives to the collective.
+    last = start
     for user in scope.instructions.values():
-        if user.opcode.endswith("-update") and start.name in user.operands:
-            return user
+        if user.opcode.endswith("-update") and last.name in user.operands:
+            if len(user.operands) > 1:
+                return user
+            last = user
     return start
 
 

@@ -272,13 +272,8 @@ class Executor:
 
     @property
     def combined_passes(self) -> int:
-        """How many passes of each kind are combined with another, on the stage with most of them.
-
-        Plans count the others as alone, so that a stage has as many of each kind as it does.
-        """
-        if not self.combines:
-            return 0
-        return int(self.program.combinable.sum(axis=0).max())
+        """How many passes of each kind are combined with another; plans count the others alone."""
+        return self.program.combined_passes if self.combines else 0
 
     def _empty_totals(self) -> Arrays:
         """The sums of the function's outputs before any microbatch, as zeros."""

@@ -40,7 +40,8 @@ _USES = {
     "W": ("kept", "left"),
 }
 # A tick has moments: a stage goes forward, then backward, then makes gradients of weights; then
-# what was sent arrives.
+# what was sent arrives. What a forward and a backward pass of one tick use has different slots, so
+# that they may also run at once.
 _MOMENTS = {"F": 0.0, "B": 0.25, "W": 0.5}
 _ARRIVAL = 0.75
 
@@ -97,6 +98,14 @@ class Program:
         same = rows["F.microbatch"] == rows["B.microbatch"]
         through_last = (rows["F.part"] == last) & (rows["B.part"] == last)
         return (rows["F"] == 1) & (rows["B"] == 1) & ~(same & through_last)
+
+    @property
+    def combined_passes(self) -> int:
+        """How many passes of each kind can be combined, on the stage with fewest of them.
+
+        A tick takes as long as its slowest stage.
+        """
+        return int(self.combinable.sum(axis=0).min())
 
 
 @lru_cache(maxsize=64)

@@ -77,12 +77,6 @@ class Pipelined:
             self.leaves,
             loops_of(strategy, names),
         )
-        if strategy.combine_passes and len(self.cut.loops) > 1:
-            raise ValueError(
-                f"`Strategy(combine_passes=True)`: the loss has {len(self.cut.loops)} loops over "
-                "layers, and passes of different loops are not combined. Leave it out, or write "
-                "the layers as one loop."
-            )
         # Trees of the positions that outputs have in the list that the cut function returns.
         _, (self.means, self.streams, rest) = _positions_in(structures[0])
         self._check_unchanged(rest, _positions_in(argument_tree)[1])
@@ -139,6 +133,13 @@ class Pipelined:
 
     def _executor(self, trains: bool = True) -> Executor:
         """What runs the schedule, with its backward passes if it `trains`."""
+        combines = trains and self.strategy.combine_passes
+        if combines and len(self.cut.loops) > 1:
+            raise ValueError(
+                f"`Strategy(combine_passes=True)`: the loss has {len(self.cut.loops)} loops over "
+                "layers, and passes of different loops are not combined. Leave it out, or write "
+                "the layers as one loop."
+            )
         program = program_of(
             self.schedule,
             loops=len(self.cut.loops),
@@ -152,7 +153,7 @@ class Pipelined:
             self.held,
             self.inputs,
             jax.tree.leaves(self.means),
-            combines=trains and self.strategy.combine_passes,
+            combines=combines,
         )
 
 

@@ -95,8 +95,8 @@ class Strategy:
       default implementation, `jax_default_prng_impl`.
     - `combine_passes`: whether a tick of the pipeline with a forward and a backward pass runs a
       layer of each at a time, so that what one sends, to experts say, may go while the other
-      multiplies. It takes a schedule with such ticks, `DualPipeV` or one with `paired=True`, and
-      compiles a third pass through the layers.
+      multiplies. It takes one loop over layers and a schedule with such ticks, as `DualPipeV` or
+      `ZBV` with `paired=True`, and compiles a third pass through the layers.
     - `hide_collectives`: whether sparse cores gather and scatter while matrices are multiplied, on
       TPUs where they can: v5p, v6e and 7x.
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default

@@ -116,11 +116,16 @@ def check_combined_passes(strategy: Any) -> None:
     if not schedule.paired:
         raise ValueError(
             f"`Strategy(combine_passes=True, pipeline={schedule!r})`: a tick of this schedule "
-            "takes one pass. Give it `paired=True`, or use `DualPipeV`."
+            "takes one pass. Give it `paired=True`, or use `DualPipeV(stages, microbatches)`, to "
+            "the trainer `dualpipe-v:STAGES:MICROBATCHES`."
         )
     check_table(schedule)
-    if not program_of(schedule).combinable.any():
+    program = program_of(schedule, loops=1, recompute=strategy.remat == "stage", trains=True)
+    if not program.combined_passes:
+        stage = int(program.combinable.sum(axis=0).argmin())
         raise ValueError(
-            f"`Strategy(combine_passes=True, pipeline={schedule!r})`: no tick has a forward and a "
-            "backward pass that do not wait for each other. Use more stages or microbatches."
+            f"`Strategy(combine_passes=True, pipeline={schedule!r})`: in no tick has stage {stage} "
+            "a forward and a backward pass that do not wait for each other, and a tick takes as "
+            "long as its slowest stage. Use `DualPipeV`, or `ZBV` or `Interleaved` with "
+            "`paired=True`."
         )

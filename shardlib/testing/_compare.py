@@ -218,7 +218,7 @@ def _single_device(axes: tuple[str, ...], rules: AxisRules, options: Mapping[str
     Options that say how devices divide the work among them are left out. What the others mean for
     the numbers, such as a precision, they mean on one device too.
     """
-    left_out = {"exchange", "dcn", "zero", "pipeline"}
+    left_out = {"exchange", "dcn", "zero", "pipeline", "combine_passes"}
     if options.get("remat") == "stage":  # of a pipeline
         left_out.add("remat")
     kept: dict[str, Any] = {}
