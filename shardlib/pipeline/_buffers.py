@@ -17,7 +17,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardlib.pipeline._loop import Arrays
 from shardlib.tracing._jaxpr import picked
@@ -55,16 +54,8 @@ def read_slot(buffer: Arrays, slot: Any) -> Arrays:
 
 
 def slot_aside(buffer: Arrays, slot: Any) -> Arrays:
-    """A buffer of one slot, with what a slot of another holds.
-
-    It is laid out in memory as it is given. Otherwise the compiler gives the slot the layout that
-    its readers like best, and the whole buffer as well, which it copies for that.
-    """
-    aside = []
-    for x in buffer:
-        one = lax.dynamic_slice_in_dim(x, slot, 1)
-        aside.append(with_layout_constraint(one, Layout(tuple(range(x.ndim)))))
-    return aside
+    """A buffer of one slot, with what a slot of another holds."""
+    return [lax.dynamic_slice_in_dim(x, slot, 1) for x in buffer]
 
 
 def with_slot(buffer: Arrays, slot: Any, values: Arrays) -> Arrays:
