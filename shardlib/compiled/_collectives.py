@@ -71,8 +71,8 @@ class Collective:
     - `op_name`: JAX's name stack.
     - `sources`: `file:line` of the user's code; several where collectives were combined.
     - `slow`: whether it runs between slices, over the slow network.
-    - `overlapped`: whether the device multiplies matrices between its start and its end, as they
-      are scheduled.
+    - `overlapped`: whether the device multiplies matrices while it sends, between its start, or
+      what gives it its operands later on, and its end, as they are scheduled.
     - `asynchronous`: whether it has a start and an end, between which other instructions may run.
     """
 
