@@ -203,6 +203,7 @@ class Normed(nnx.Module):
         return self.dropout(x @ self.w[...]) - self.mean[...]
 
 
+@pytest.mark.long
 def test_each_worker_has_statistics_of_its_own_batches_and_draws_as_on_any_mesh():
     def normed_loss(model, x, rng):
         return jnp.mean((model(x) - 1) ** 2)
@@ -312,6 +313,7 @@ def saved_in(folder, state):
     return checkpoints
 
 
+@pytest.mark.long
 def test_a_run_goes_on_bit_for_bit_from_a_checkpoint(tmp_path):
     exchange = DiLoCo("pod", every=3, exchange=Quantised("pod", bits=4, feedback=True, block=8))
     strategy = sl.Strategy(mesh=PODS, rules=RULES, zero=split(2), exchange=exchange)
@@ -383,6 +385,7 @@ def test_a_run_without_workers_goes_on_as_workers(tmp_path):
     run(strategy, 3, restored)
 
 
+@pytest.mark.long
 def test_what_moves_are_owed_is_not_owed_to_gradients(tmp_path):
     coded = OneBit("pod")
     apart = sl.Strategy(mesh=PODS, rules=RULES, exchange=DiLoCo("pod", every=3, exchange=coded))
@@ -395,6 +398,7 @@ def test_what_moves_are_owed_is_not_owed_to_gradients(tmp_path):
             checkpoints.restore(sl.init(make, ADAM, after))
 
 
+@pytest.mark.long
 def test_workers_go_on_in_a_pipeline_with_layers_in_its_order(tmp_path):
     """The mean of workers is in the model's order, and a pipeline stores it in another."""
     names = {"stack": ("layers", "embed", "mlp"), "head": ("mlp", "embed")}
@@ -457,6 +461,7 @@ def test_hybrid_zero_splits_within_a_worker():
     assert state.workers is not None
 
 
+@pytest.mark.long
 def test_fit_trains_workers_apart_and_resumes(tmp_path):
     strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=DiLoCo("pod", every=3))
     batches = [batch(number) for number in range(8)]

@@ -108,6 +108,7 @@ def plan_here(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.long
 def test_plan_command_prints_a_report(steps):
     result = plan(f"{steps}:good", "--target", "cpu:8", "--mesh", "data=8")
     assert result.returncode == 0, result.stderr

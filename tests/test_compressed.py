@@ -424,6 +424,7 @@ def test_break_even_counts_what_an_optimizer_sends_over_a_run():
     assert found.sent_bytes == pytest.approx(shares @ [exact, coded])
 
 
+@pytest.mark.long
 def test_break_even_counts_an_optimizer_whose_mask_is_that_of_a_model():
     of = dict(parameters=8e6, workers=4, bandwidth=1e9, steps=99)
     optimizers = sl.optimizers

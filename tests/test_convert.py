@@ -45,6 +45,7 @@ def published(tmp_path):
     return folder
 
 
+@pytest.mark.long
 def test_published_files_become_a_checkpoint_and_are_the_same_again(published, tmp_path, capsys):
     imported, exported = tmp_path / "imported", tmp_path / "exported"
     assert main(["weights", "import", str(published), str(imported)]) == 0
@@ -81,6 +82,7 @@ def test_an_import_that_was_cut_off_is_done_again(published, tmp_path):
     assert main(["weights", "diff", str(published), str(tmp_path / "exported")]) == 0
 
 
+@pytest.mark.long
 def test_a_model_is_imported_and_exported_within_its_own_folder(published, capsys):
     before = sl.weights.open_tensors(published)
     kept = {name: np.array(before.read(name)) for name in before.tensors}

@@ -308,6 +308,7 @@ def test_what_knows_nothing_of_these_models_refuses_them():
         _ = gpt.tiny(query_key_norm=True).decoder
 
 
+@pytest.mark.long
 def test_routers_of_a_model_draw_nothing_in_a_deterministic_view():
     router = sl.experts.TopK(2, jitter=0.5)
     config = moe.tiny(layers=1, every=1, width=16, context=8, vocab=16, router=router)

@@ -228,6 +228,7 @@ def test_layers_in_a_shard_map_that_checks_what_differs_have_gradients(layer):
     assert found[2].any()
 
 
+@pytest.mark.long
 def test_a_function_of_experts_may_read_other_arrays():
     """Rounds after the first one are traced again when they are differentiated."""
     scale = jnp.linspace(0.5, 2.0, WIDTH)
@@ -412,6 +413,7 @@ def test_what_does_not_fit_is_refused(options, message):
         layer(**{"x": X, "gate": GATES["drawn"], "weights": WEIGHTS} | options)
 
 
+@pytest.mark.long
 def test_a_function_that_gives_other_rows_is_refused():
     with sl.unsharded(), pytest.raises(ValueError, match=r"made \(64, 4\) of them"):
         dropless(

@@ -131,6 +131,7 @@ def test_a_published_model_is_tuned_stopped_continued_asked_and_exported(
     assert "user" not in answer and "+" not in answer.partition("\n")[0][:1]
 
 
+@pytest.mark.long
 def test_published_and_imported_models_are_asked(tmp_path, capsys, no_cache):
     start, imported = published(tmp_path / "small"), tmp_path / "imported"
     assert main(["weights", "import", str(start), str(imported)]) == 0

@@ -63,6 +63,7 @@ def test_points_are_what_plans_of_their_values_say():
         assert point.again_fraction == pytest.approx(point.again_flops / once)
 
 
+@pytest.mark.long
 def test_no_point_beats_another_one():
     points = compiled_frontier().points
     assert len(points) >= 4

@@ -70,6 +70,7 @@ def test_a_token_sees_itself_and_those_before_it_up_to_the_window(implementation
         assert differs.tolist() == expected
 
 
+@pytest.mark.long
 def test_every_so_many_layers_see_all_tokens():
     config = replace(SMALL, layers=7, full_every=3, window=4)
     assert [config.has_window(layer) for layer in range(7)] == [True, True, False] * 2 + [True]
@@ -88,6 +89,7 @@ def test_every_so_many_layers_see_all_tokens():
     )
 
 
+@pytest.mark.long
 def test_layers_with_a_window_have_positions_of_their_own():
     config = replace(SMALL, layers=1, full_every=None, window=8)
     own = logits_of(model_of(config))
@@ -162,6 +164,7 @@ def test_logits_are_capped():
     np.testing.assert_allclose(capped, 0.5 * np.tanh(free / 0.5), atol=1e-5)
 
 
+@pytest.mark.long("True")
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_fused_loss_knows_the_cap_of_logits(tied):
     config = replace(alone(SMALL, tied=tied), logit_cap=0.5)

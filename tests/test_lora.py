@@ -82,6 +82,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.long("attention")
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_of_flax_are_the_same_once_factors_are_in_their_kernels(kind):
     layer, shape = LAYERS[kind]()
@@ -96,6 +97,7 @@ def test_layers_of_flax_are_the_same_once_factors_are_in_their_kernels(kind):
     assert factors(adapted), "the given model stays as it is"
 
 
+@pytest.mark.long
 def test_a_model_begins_as_it_was_and_only_factors_learn():
     plain = gpt.GPT(CONFIG, rngs=nnx.Rngs(0))
     strategy = sl.Strategy(
@@ -157,6 +159,7 @@ PLATFORMS = [
 ]
 
 
+@pytest.mark.long("cpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_only_factors_are_summed_and_no_gradient_of_a_kernel_is_taken(platform):
     config = gpt.GPTConfig(

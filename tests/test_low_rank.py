@@ -198,6 +198,7 @@ def test_topk_sends_the_largest_elements_and_owes_the_rest(mesh):
                 np.testing.assert_allclose(errors[worker, device], owed[worker][path], atol=1e-5)
 
 
+@pytest.mark.long
 def test_ranks_above_that_of_a_gradient_are_no_noise():
     """Of factors with sixteen columns all but a few are of nothing, and the step is exact."""
     strategy = strategy_with(PowerSGD("pod", ranks=(("a", 16), ("o", 16)), feedback=False))
@@ -304,6 +305,7 @@ def test_what_is_owed_goes_to_other_exchanges_and_what_is_not_begins_anew(name, 
     assert bool(restored.errors) == (expected is not None)
 
 
+@pytest.mark.long
 def test_parameters_that_were_exact_before_are_owed_nothing(tmp_path):
     """Beside one that is owed, under factors and under codes."""
     for before, after in (

@@ -20,6 +20,7 @@ def made(config):
         return gpt.GPT(config, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.long("False")
 @pytest.mark.parametrize("fused", [False, True])
 def test_tokens_that_are_none_make_the_loss_nan_and_masked_ones_nothing(fused):
     model = made(replace(CONFIG, fused_loss=fused))

@@ -325,6 +325,7 @@ def test_a_state_on_the_host_evaluates_saves_and_resumes(tmp_path):
     assert on_host(again.params) == LARGE
 
 
+@pytest.mark.long("Interleaved")
 @pytest.mark.parametrize("schedule", ["Interleaved", "ZBV", "VHalf", "VMin", "DualPipeV"])
 def test_layers_of_a_pipeline_on_the_host_are_saved_in_order_and_resumed(schedule, tmp_path):
     strategy = sl.Strategy(

@@ -579,6 +579,7 @@ def test_onebit_lamb_is_lamb_until_the_freeze():
     assert not any(told["compressed"] for told in metrics)
 
 
+@pytest.mark.long
 def test_onebit_lamb_scales_frozen_ratios_by_how_far_the_variance_has_gone():
     """The last step of a run, from the states before and after it, in NumPy."""
     strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"))

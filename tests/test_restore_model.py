@@ -115,6 +115,7 @@ def test_another_run_begins_with_what_a_model_has_learned(tmp_path, before, afte
         )
 
 
+@pytest.mark.long
 def test_layers_of_a_pipeline_are_in_their_places(tmp_path):
     config = gpt.tiny(layers=4, width=8, heads=2, context=8, vocab=16)
     pipeline = sl.Strategy(

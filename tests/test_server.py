@@ -295,6 +295,7 @@ def test_a_server_goes_on_from_other_runs(exchange, tmp_path):
     run(strategy, 1, served)
 
 
+@pytest.mark.long
 def test_fit_trains_around_a_server_and_resumes(tmp_path):
     strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=ParameterServer("pod"), zero=split(0))
     batches = [batch(number) for number in range(4)]
@@ -311,6 +312,7 @@ def test_fit_trains_around_a_server_and_resumes(tmp_path):
     chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(expected.params))
 
 
+@pytest.mark.long("cpu")
 @pytest.mark.parametrize(
     "platform",
     [

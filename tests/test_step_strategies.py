@@ -303,6 +303,7 @@ def test_a_freeze_that_is_found_by_itself_takes_float64():
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.long("True")
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_a_step_takes_models_of_several_sizes(pipelined):
     options = {"mesh": "data=8", "rules": sl.rules.data}

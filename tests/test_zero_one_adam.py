@@ -180,6 +180,7 @@ def test_with_exact_meetings_it_is_the_papers_algorithm(name):
     np.testing.assert_allclose(moved, moved[0, 0], rtol=1e-4)
 
 
+@pytest.mark.long("exchange1")
 @pytest.mark.parametrize("exchange", [OneBit("pod"), Quantised("pod", bits=8, feedback=True)])
 def test_with_codes_workers_meet_in_equal_parameters(exchange):
     strategy = sl.Strategy(mesh=PODS, rules=RULES, zero=sl.Zero(2, small=0), exchange=exchange)
@@ -228,6 +229,7 @@ def test_steps_of_ones_own_clip_at_what_noise_of_that_many_workers_has():
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.long
 def test_a_limit_that_is_a_whole_number_is_that_of_the_mean_too():
     def after_four_steps(clip):
         strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"), clip=clip)
@@ -275,6 +277,7 @@ def test_the_mean_of_gradients_of_sixteen_bits_is_taken_in_more():
     assert int(metrics["first_nonfinite"]) == -1
 
 
+@pytest.mark.long
 def test_a_run_goes_on_bit_for_bit_from_a_checkpoint(tmp_path):
     strategy = sl.Strategy(mesh=PODS, rules=RULES, exchange=OneBit("pod"))
     optimizer = adam()
