@@ -95,7 +95,7 @@ LAYERS = [
     (
         "step",
         "_scopes _precision _offload _gradient_sizes _exchange _exchange_checks _strategy_checks _strategy "
-        "_batches _layer_order _workers _state _optimizer_call _layer_places _init_checks _init",
+        "_batches _layer_order _workers _first_optimizer_state _state _optimizer_call _layer_places _init_checks _init",
     ),
     (
         "step",

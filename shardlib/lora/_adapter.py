@@ -124,9 +124,10 @@ class Adapter(nnx.Module):
 
     def added_to(self, kernel: jax.Array) -> jax.Array:
         """A kernel, or stacked ones, that computes the same without factors."""
-        down, up = self.down[...].astype(jnp.float32), self.up[...].astype(jnp.float32)
+        down, up = self.down[...], self.up[...]
 
         def summed(kernel: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
+            down, up = down.astype(jnp.float32), up.astype(jnp.float32)
             more = self.scale * jnp.tensordot(up, down, (-1, 0), precision=lax.Precision.HIGHEST)
             if self.inputs_first:
                 outputs, last = range(self.outputs), range(-self.outputs, 0)
@@ -135,4 +136,5 @@ class Adapter(nnx.Module):
 
         for _ in range(down.ndim - 1 - self.inputs):
             summed = jax.vmap(summed)
-        return summed(kernel, down, up)
+        # The factors are arguments: a program closes over no array that other processes have.
+        return jax.jit(summed)(kernel, down, up)

@@ -98,7 +98,7 @@ def merged(model: Model) -> Model:
         )
     for layer in with_factors:
         kernel = layer.kernel[...]
-        summed = jax.jit(layer.adapter.added_to)(kernel)
+        summed = layer.adapter.added_to(kernel)
         sharding = getattr(kernel, "sharding", None)
         if sharding is not None:
             summed = jax.device_put(summed, sharding)

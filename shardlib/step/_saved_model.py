@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib._tree import map_named, named_leaves
+from shardlib.step._first_optimizer_state import with_first_optimizer_state
 from shardlib.step._state import State, combine, shapes_together, state_shardings
 from shardlib.step._workers import Workers, repeated
 
@@ -94,9 +95,10 @@ def with_model(state: State, model: State) -> State:
     changed = state.replaced(
         params=params, frozen=map_named(put, state.frozen), streams=model.streams
     )
-    if state.workers is None:
+    changed = with_first_optimizer_state(changed)
+    if changed.workers is None:
         return changed.replaced(rest=model.rest)
-    return changed.replaced(workers=_workers_with(state, state.workers, params, model.rest))
+    return changed.replaced(workers=_workers_with(state, changed.workers, params, model.rest))
 
 
 def _workers_with(state: State, workers: Workers, params: Any, rest: Any) -> Workers:

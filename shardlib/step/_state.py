@@ -23,6 +23,7 @@ from shardlib.modeling._flax import Definition, Names
 from shardlib.modeling._random import is_key
 from shardlib.optimizers._local import Apart
 from shardlib.step._exchange import ErrorsByPath
+from shardlib.step._first_optimizer_state import with_first_optimizer_state
 from shardlib.step._layer_order import place_layers, reordered
 from shardlib.step._offload import parameters_on_host, state_on_host
 from shardlib.step._strategy import Strategy
@@ -293,7 +294,8 @@ class State:
         `weights` is a tree like the property `weights`, of arrays on the host or anywhere.
         Assigning to `params` is not the same: under some pipelines layers lie there in another
         order than the model's. Where workers have parameters of their own, all are given these;
-        what their optimizers have gathered stays, so do it right after a meeting.
+        what their optimizers have gathered stays, so do it right after a meeting. An optimizer that
+        keeps parameters begins with these, and is refused after the first step.
         """
         check_arrays.values("with_weights", "state", self.step)
         parameters = combine(self.params, self.frozen)
@@ -315,12 +317,13 @@ class State:
 
         params = new_values(self.params)
         state = self.replaced(params=params, frozen=new_values(self.frozen))
-        if self.workers is None:
+        state = with_first_optimizer_state(state)
+        if state.workers is None:
             return state
-        shardings = jax.tree.map(lambda x: x.sharding, self.workers.params)
+        shardings = jax.tree.map(lambda x: x.sharding, state.workers.params)
         count = self.layout.workers
         own = jax.jit(lambda params: repeated(params, count), out_shardings=shardings)(params)
-        return state.replaced(workers=self.workers._replace(params=own))
+        return state.replaced(workers=state.workers._replace(params=own))
 
     def replaced(self, **changes: Any) -> "State":
         """The same with some of its fields changed."""
