@@ -48,7 +48,8 @@ def main(arguments: list[str]) -> None:
     try:
         hub.description(run.model)  # what transformers cannot read is refused before all else
         table = hub.table(run.model)
-        model, step = restored(asked.run, to_read(run, asked.mesh, is_split=True), asked.step)
+        mesh = asked.mesh or _mesh_of_data(run.strategy.rules)
+        model, step = restored(asked.run, to_read(run, mesh, is_split=True), asked.step)
         files = sl.weights.save(folder, model, table, dtype=asked.dtype)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
@@ -72,8 +73,16 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("folder", help="for the files")
     parser.add_argument("--dtype", help="of the tensors; by default that of the parameters")
     parser.add_argument("--step", type=int, help="of the checkpoint; by default the newest")
-    parser.add_argument("--mesh", default="data=-1", help="to read the checkpoint on")
+    parser.add_argument(
+        "--mesh", help="to read the checkpoint on; by default all devices along `data`"
+    )
     return parser.parse_args(arguments)
+
+
+def _mesh_of_data(rules: sl.AxisRules) -> str:
+    """A mesh of all devices along `data`, with the other axes of rules, which split nothing."""
+    others = [axis for axis in rules.axes if axis != "data"]
+    return ",".join(["data=-1", *(f"{axis}=1" for axis in others)])
 
 
 def _write_beside(source: str, run: Run, folder: Path) -> list[str]:

@@ -214,15 +214,21 @@ def _checked(name: str, text: str, value: Any, now: Any, hint: Any) -> Any:
     return value
 
 
+_ESCAPED = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+
+
 def _unescaped(name: str, text: str) -> str:
-    """A text in which a backslash and a letter stand for a character."""
-    try:
-        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"`{name}` has a backslash that begins nothing, {short(text)}: two of them are one of "
-            f"the text ({error.reason})."
-        ) from error
+    """A text in which a backslash and `n`, `t`, a quote or a backslash stand for a character."""
+
+    def character(found: re.Match[str]) -> str:
+        if found[1] not in _ESCAPED:
+            raise ValueError(
+                f"`{name}` has a backslash that begins nothing, {short(text)}: \\n is a new line, "
+                "\\t a tab, and two backslashes are one of the text."
+            )
+        return _ESCAPED[found[1]]
+
+    return re.sub(r"\\(.?)", character, text, flags=re.DOTALL)
 
 
 def show_help(value: Any) -> None:

@@ -4,9 +4,10 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -37,9 +38,15 @@ def from_command_line(arguments: Sequence[str]) -> Run:
         show_help(run)
         raise SystemExit(0)
     try:
-        return override(run, arguments[1:])
+        changed = override(run, arguments[1:])
     except ValueError as error:
         raise SystemExit(f"{error}\n`{arguments[0]} --help` lists the fields.") from error
+    if changed.name != run.name and run.folder and changed.folder == run.folder:
+        raise SystemExit(
+            f"`--name {changed.name}`: the run `{run.name}` is in the folder `{run.folder}`, and "
+            "would go on there. Give another one too, `--folder`; or leave `--name` out."
+        )
+    return changed
 
 
 def recorded(path: str | Path) -> Run:
@@ -107,7 +114,25 @@ def _named(name: str) -> Run:
         raise SystemExit(
             f"`{path}` has no function `{function or 'run'}`, which would return the run."
         )
-    return made()
+    if callable(made) and not isinstance(made, Run):
+        made = _called(path, function or "run", made)
+    if not isinstance(made, Run):
+        raise SystemExit(
+            f"`{path}:{function or 'run'}` gives {type(made).__name__}, where a `Run` was "
+            "expected: a function returns it."
+        )
+    return made
+
+
+def _called(path: str, name: str, function: Callable[..., Any]) -> Any:
+    """What a user's function returns, which takes no arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise SystemExit(
+            f"`{path}:{name}` is called without arguments, and takes some: {error}."
+        ) from error
+    return function()
 
 
 def _module_of_file(path: str) -> Any:

@@ -62,17 +62,17 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(str(error)) from error
     if jax.process_index():
         return
-    texts = []
+    texts, made = [], 0
     for prompt, row in zip(prompts, written, strict=False):
         row = row.tolist()
         kept = row[: row.index(end)] if end in row else row
+        made += min(len(kept) + 1, len(row))  # with the end, if there is one
         # Of a conversation only the answer is shown.
         shown = kept if run.data.chat else [*prompt, *kept]
         texts.append(tokenizer.decode(shown))
     print(SEPARATOR.join(texts))
-    made = len(prompts) * tokens
     sys.stderr.write(
-        f"\n{len(prompts)} x {tokens} tokens {_step_text(step)}in {seconds:.2f} s, "
+        f"\n{made} tokens of {len(prompts)} texts {_step_text(step)}in {seconds:.2f} s, "
         f"{made / seconds:.0f} tokens/s, on {_mesh_text(strategy)}\n"
     )
 

@@ -162,8 +162,9 @@ def to_read(
             changes += [f"--{name}", value]
     # What only a pipeline takes is left out together with it.
     alone = dataclasses.replace(
-        run.strategy, dcn="", pipeline=None, combine_passes=False, remat="none", offload=None
-    )
+        run.strategy, dcn="", pipeline=None, combine_passes=False, remat="none", offload=None,
+        exchange=sl.Exact(), manual=None,
+    )  # fmt: skip
     strategy = override(alone, changes)
     return dataclasses.replace(
         strategy,

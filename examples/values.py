@@ -233,12 +233,12 @@ def _evaluated(node: ast.expr, types: dict[str, Any]) -> Any:
 
 
 def _called(function: ast.expr, types: dict[str, Any]) -> Callable[..., Any]:
-    """What an expression calls: a type, or the method of rules with which they are printed."""
-    if isinstance(function, ast.Attribute):  # AxisRules(...).indivisible(...)
+    """What an expression calls: a type, or the methods of rules with which they are printed."""
+    if isinstance(function, ast.Attribute):  # AxisRules(...).indivisible(...).attention(...)
         value = _evaluated(function.value, types)
-        if not isinstance(value, sl.AxisRules) or function.attr != "indivisible":
+        if not isinstance(value, sl.AxisRules) or function.attr not in ("indivisible", "attention"):
             raise ValueError(f"nothing is called `{function.attr}`")
-        return value.indivisible
+        return getattr(value, function.attr)
     if not isinstance(function, ast.Name):
         raise ValueError("only types are called")
     kind = types[function.id]

@@ -267,6 +267,7 @@ def test_error_messages_show_any_value_briefly():
         (["--strategy.accumulate", str(10**24)], r"Strategy\(accumulate=1000"),
         (["--loop.steps", str(10**24)], r"Loop\(steps=1000"),
         (["--prompt", "a\\"], "`prompt` has a backslash that begins nothing"),
+        (["--prompt", r"\begin{document}"], "`prompt` has a backslash that begins nothing"),
     ],
 )
 def test_trainer_command_line_refuses_wrong_field_values(options, said):

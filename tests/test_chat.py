@@ -77,6 +77,28 @@ def test_messages_may_be_under_another_key():
     assert messages_of({"turns": FORMS["messages"]["messages"]}, "turns") == ASKED
 
 
+def test_roles_that_a_format_declares_are_as_they_are():
+    record = {"messages": [{"role": "model", "content": "a"}, {"role": "human", "content": "b"}]}
+    assert messages_of(record, None) == [("assistant", "a"), ("user", "b")]
+    assert messages_of(record, None, ("model",)) == [("model", "a"), ("user", "b")]
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [{"function_call": {"name": "weather"}}, {"train": False}, {"reasoning_content": "hm"}],
+    ids=lambda unknown: next(iter(unknown)),
+)
+def test_messages_with_what_formats_do_not_know_are_refused(unknown):
+    record = {"messages": [{"role": "assistant", "content": "", **unknown}]}
+    with pytest.raises(ValueError, match=f"a message with `{next(iter(unknown))}`"):
+        messages_of(record, None)
+
+
+def test_functions_of_a_record_are_refused():
+    with pytest.raises(ValueError, match="`functions`, which the formats here do not write"):
+        messages_of(FORMS["messages"] | {"functions": [{"name": "weather"}]}, None)
+
+
 WRITTEN = {
     "chatml": "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n[2<|im_end|>]\n"
     "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n[Yes.<|im_end|>]",

@@ -1,6 +1,7 @@
 """What the README and the docs tell a newcomer to run, as they would run it, in few steps."""
 
 import dataclasses
+import importlib
 import os
 import re
 import subprocess
@@ -12,9 +13,14 @@ import pytest
 import shardlib as sl
 from examples import quickstart
 from examples.configs import tiny
+from examples.export import _mesh_of_data
 from examples.start import to_read
 
 ROOT = Path(__file__).parent.parent
+CONFIGS = {
+    path.stem: importlib.import_module(f"examples.configs.{path.stem}")
+    for path in (ROOT / "examples" / "configs").glob("[!_]*.py")
+}
 
 
 def shown_by(*command):
@@ -79,3 +85,10 @@ def test_what_a_pipeline_has_learned_is_read_without_a_pipeline(options):
     )
     reads = to_read(dataclasses.replace(tiny.run(), strategy=strategy))
     assert (reads.pipeline, reads.combine_passes, reads.remat) == (None, False, "none")
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_what_any_run_here_has_learned_is_read_on_all_devices(name):
+    run = CONFIGS[name].run()
+    reads = to_read(run, _mesh_of_data(run.strategy.rules), is_split=True)
+    assert (reads.device_mesh.size, reads.sharding.stage) == (8, 3)

@@ -1,6 +1,10 @@
 """Thin factors beside kernels: what they compute, what learns, what is sent, and what they become."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -288,3 +292,44 @@ def test_what_is_to_be_kept_must_be_there(tmp_path):
     save(tmp_path, gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), table)
     with pytest.raises(ValueError, match="matches no parameter"):
         load(tmp_path, published_like(), table, keep=(lora.PARAMETERS,))
+
+
+MERGING = """
+import optax
+from flax import nnx
+import shardlib as sl
+
+sl.initialize_distributed()
+strategy = sl.Strategy(
+    mesh="data=-1", rules=sl.rules.data, zero=sl.Zero(3, small=0), frozen=sl.lora.FROZEN
+)
+
+
+def make():
+    init = sl.logical(nnx.initializers.lecun_normal(), "embed", "mlp")
+    layer = nnx.Sequential(nnx.Linear(64, 64, kernel_init=init, rngs=nnx.Rngs(0)))
+    return sl.lora.add(layer, rank=4, rngs=nnx.Rngs(1))
+
+
+model = sl.init(make, optax.adamw(1e-3), strategy).model
+kernel = sl.lora.merged(model).layers[0].kernel[...]
+print("merged:", kernel.is_fully_addressable, kernel.shape)
+"""
+
+
+@pytest.mark.long
+def test_factors_that_several_processes_share_are_merged(tmp_path):
+    script = tmp_path / "merging.py"
+    script.write_text(MERGING)
+    launched = [sys.executable, "-m", "shardlib.launch", "-n", "2", "--devices", "1", "--"]
+    root = Path(__file__).parent.parent
+    path = f"{root}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [*launched, sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("merged: False (64, 64)") == 2, done.stdout

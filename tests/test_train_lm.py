@@ -314,11 +314,46 @@ def test_run_json_restores_the_same_run(config, changes, tmp_path):
     strategies = [run.strategy, dataclasses.replace(run.strategy, **values)]
     if run.strategy.pipeline is None:
         strategies += [dataclasses.replace(run.strategy, remat=one) for one in kept]
+    around = sl.rules.data | sl.rules.context("ring")
+    strategies.append(sl.Strategy(mesh="data=4,context=2", rules=around))
     for one in [dataclasses.replace(run, strategy=strategy) for strategy in strategies]:
         path = tmp_path / "run.json"
         path.write_text(json.dumps({**one.lines(), "train": "aa", "held out": "bb"}))
         again = from_command_line([str(path), "--loop.steps", "7"])
         assert again == dataclasses.replace(one, loop=dataclasses.replace(one.loop, steps=7))
+
+
+def test_a_recorded_run_in_a_folder_gets_another_name_with_another_folder(tmp_path):
+    run = dataclasses.replace(tiny.run(), folder=str(tmp_path))
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**run.lines(), "train": "aa", "held out": "bb"}))
+    with pytest.raises(SystemExit, match=f"`--name again`: .*`{tmp_path}`, and would go on there"):
+        from_command_line([str(path), "--name", "again"])
+    elsewhere = from_command_line([str(path), "--name", "again", "--folder", "other"])
+    assert (elsewhere.name, elsewhere.folder) == ("again", "other")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def run(): pass", "gives NoneType, where a `Run` was expected"),
+        ("def run(): return tiny.run().model", "gives GPTConfig, where a `Run` was expected"),
+        ("def run(steps): return tiny.run()", "is called without arguments, and takes some"),
+        ("run = 3", "gives int, where a `Run` was expected"),
+    ],
+)
+def test_a_file_that_gives_no_run_is_refused(text, message, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(f"from examples.configs import tiny\n{text}\n")
+    with pytest.raises(SystemExit, match=message):
+        from_command_line([str(path)])
+
+
+def test_a_file_may_have_a_run_or_a_function_that_returns_it(tmp_path):
+    for number, text in enumerate(("run = tiny.run()", "def run(): return tiny.run()")):
+        path = tmp_path / f"mine{number}.py"
+        path.write_text(f"from examples.configs import tiny\n{text}\n")
+        assert from_command_line([str(path)]) == tiny.run()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ reads `<|im_end|>` ends no turn: only the format's own markers are special token
 tokenizer marks them as such.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -249,6 +249,7 @@ KEYS = (
     *LISTS,
     "system",
     "tools",
+    "functions",
     "instruction",
     "input",
     "output",
@@ -257,22 +258,29 @@ KEYS = (
 """All keys that a record with a conversation may have."""
 
 
-def messages_of(record: Mapping[str, Any], key: str | None) -> list[tuple[str, str]]:
+def messages_of(
+    record: Mapping[str, Any], key: str | None, roles: Collection[str] = ()
+) -> list[tuple[str, str]]:
     """The roles and what they say in a record, in one of the forms that are in use.
 
     A list of messages under `key`, or else under one of `LISTS`, each with `role` and `content` or
     `from` and `value`; a question and its answer, such as `prompt` and `completion`; or an
     `instruction`, with an `input` or without, and its `output`. `system` may stand before any of
-    them. Anything else is a `ValueError`.
+    them. Anything else is a `ValueError`. What others call a role gets the name that it has here,
+    unless it is one of `roles`.
     """
-    if record.get("tools"):
-        raise ValueError("`tools`, which the formats here do not write")
+    for unknown in ("tools", "functions"):
+        if record.get(unknown):
+            raise ValueError(f"`{unknown}`, which the formats here do not write")
     said_first = [("system", _text(record, "system"))] if record.get("system") else []
-    return said_first + _said_by_others(record, key)
+    said = []
+    for role, content in _said_by_others(record, key):
+        said.append((role if role in roles else _ROLES.get(role, role), content))
+    return said_first + said
 
 
 def _said_by_others(record: Mapping[str, Any], key: str | None) -> list[tuple[str, str]]:
-    """The messages of a record but for its `system`."""
+    """The messages of a record but for its `system`, with roles as it calls them."""
     lists = [name for name in ((key,) if key else LISTS) if name in record]
     if lists:
         return _listed_messages(record[lists[0]], lists[0])
@@ -302,8 +310,9 @@ def _listed_messages(messages: Any, key: str) -> list[tuple[str, str]]:
     for message in messages:
         if not isinstance(message, Mapping):
             raise ValueError(f"`{key}` has {shown(message)}, which is no message")
-        for unknown in ("tool_calls", "weight"):
-            if message.get(unknown) not in (None, [], 1):
+        for unknown in ("tool_calls", "function_call", "weight", "train", "reasoning_content"):
+            # A weight of one, and what is to be trained on, are as if nothing were said.
+            if message.get(unknown) not in (None, [], {}, "", 1):
                 raise ValueError(
                     f"`{key}` has a message with `{unknown}`, which the formats here do not know"
                 )
@@ -314,7 +323,7 @@ def _listed_messages(messages: Any, key: str) -> list[tuple[str, str]]:
                 "and `content`, or `from` and `value`"
             )
         role, content = (_text(message, name) for name in names)
-        found.append((_ROLES.get(role, role), content))
+        found.append((role, content))
     return found
 
 

@@ -126,7 +126,7 @@ def _conversation(raw: Any, chat: Chat, key: str | None) -> Document:
     """The document of a conversation, a JSON object or one that is read already."""
     record = raw if isinstance(raw, dict) else _json_object(raw)
     try:
-        return chat.document(messages_of(record, key))
+        return chat.document(messages_of(record, key, [role for role, _ in chat.roles]))
     except UnicodeError:
         raise
     except ValueError as error:
