@@ -160,11 +160,16 @@ def _warmup_and_cosine(rate: float, warmup: int, final: float, steps: int) -> op
 
 
 def _kernels(params: Any) -> Any:
-    """The kernels, as Muon takes them: a matrix for each layer, whose outputs come first."""
+    """The kernels, as Muon takes them: a matrix for each layer, whose outputs come first.
+
+    Those of experts are a matrix for each layer and expert, and have their inputs first.
+    """
 
     def matrix(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
         names = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
         if "kernel" not in names:
+            if leaf.ndim == 4 and names & {"up", "gate", "down"}:
+                return optax.contrib.MuonDimensionNumbers((2,), (3,))
             return None
         # Attention's output reads heads and what is in them.
         inputs = leaf.ndim - (2 if "output" in names else 1)

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 import shardlib as sl
 from examples import quickstart
 from examples.configs import tiny
 from examples.export import _mesh_of_data
+from examples.run import Muon
 from examples.start import to_read
 
 ROOT = Path(__file__).parent.parent
@@ -92,3 +95,24 @@ def test_what_any_run_here_has_learned_is_read_on_all_devices(name):
     run = CONFIGS[name].run()
     reads = to_read(run, _mesh_of_data(run.strategy.rules), is_split=True)
     assert (reads.device_mesh.size, reads.sharding.stage) == (8, 3)
+
+
+@pytest.mark.parametrize("stacked", [(2,), (2, 3)], ids=["kernel", "experts"])
+def test_muon_moves_every_matrix_of_a_layer_by_a_nearly_orthogonal_one(stacked):
+    shape = (*stacked, 16, 8)
+    path = {"up": {"kernel": None}} if len(stacked) == 1 else {"mlp": {"up": None}}
+    is_none = lambda leaf: leaf is None
+    draw = lambda seed: jax.tree.map(
+        lambda _: jax.random.normal(jax.random.key(seed), shape), path, is_leaf=is_none
+    )
+    params, gradient = draw(0), draw(1)
+    optimizer = Muon(warmup=1, weight_decay=0.0).make(100)
+    state = optimizer.init(params)
+    for _ in range(2):  # the first has a rate of zero
+        updates, state = optimizer.update(gradient, state, params)
+    (moved,) = jax.tree.leaves(updates)
+    for matrix in np.asarray(moved).reshape(-1, 16, 8):
+        singular = np.linalg.svd(matrix, compute_uv=False)
+        assert singular[0] < 2 * singular[-1]
+    drawn = np.asarray(jax.tree.leaves(gradient)[0]).reshape(-1, 16, 8)
+    assert np.linalg.cond(drawn[0]) > 2
