@@ -16,6 +16,9 @@ from pathlib import Path
 # The models live beside the examples, in a clone.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import jax
+from flax import nnx
+
 import shardlib as sl
 from examples.find_run import recorded
 from examples.run import Run
@@ -47,14 +50,16 @@ def main(arguments: list[str]) -> None:
     run = recorded(source / "run.json")
     try:
         hub.description(run.model)  # what transformers cannot read is refused before all else
+        _check_published(_published(run), folder)
         table = hub.table(run.model)
         mesh = asked.mesh or _mesh_of_data(run.strategy.rules)
         model, step = restored(asked.run, to_read(run, mesh, is_split=True), asked.step)
         files = sl.weights.save(folder, model, table, dtype=asked.dtype)
+        dtype = asked.dtype or str(jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype)
+        beside = _write_beside(asked.run, run, folder, dtype)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    names = [file.name for file in files]
-    names += [name for name in _write_beside(asked.run, run, folder) if name not in names]
+    names = [*(file.name for file in files), *beside]
     print(f"Step {step} of {source}, in {folder}:")
     for name in dict.fromkeys(names):
         print(f"  {name}")
@@ -85,17 +90,36 @@ def _mesh_of_data(rules: sl.AxisRules) -> str:
     return ",".join(["data=-1", *(f"{axis}=1" for axis in others)])
 
 
-def _write_beside(source: str, run: Run, folder: Path) -> list[str]:
+def _check_published(published: Path | None, folder: Path) -> None:
+    """Refuse to write over the model that a run began with, or without what it has to give."""
+    if published is None:
+        return
+    if not (published / "config.json").exists():
+        raise ValueError(
+            f"The run began with the published model in `{published}`, which is gone: put it back. "
+            "Its configuration and tokenizer go beside the weights."
+        )
+    if folder.resolve() == published.resolve():
+        raise ValueError(
+            f"`{folder}` has the published model that the run began with, which would be replaced: "
+            "name another folder."
+        )
+
+
+def _write_beside(source: str, run: Run, folder: Path, dtype: str) -> list[str]:
     """Write a configuration and the tokenizer: those of the published model, or the run's own.
 
-    What ends a text is what the run has learned to end its own with.
+    What ends a text is what the run has learned to end its own with. What an older model has left
+    in the folder is removed.
     """
     published = _published(run)
+    for name in BESIDE:
+        (folder / name).unlink(missing_ok=True)
     if published is not None:
         names = [name for name in BESIDE if (published / name).exists()]
         for name in names:
             shutil.copyfile(published / name, folder / name)
-        _write_changed_config(run, published, folder)
+        _write_changed_config(run, published, folder, dtype)
         return names + _write_end(run, published / "tokenizer.json", folder)
     (folder / "config.json").write_text(json.dumps(hub.description(run.model), indent=2))
     file = Path(tokenizer_of(source)).expanduser()
@@ -106,15 +130,28 @@ def _write_beside(source: str, run: Run, folder: Path) -> list[str]:
     return ["config.json", "tokenizer.json", *_write_end(run, file, folder)]
 
 
-def _write_changed_config(run: Run, published: Path, folder: Path) -> None:
-    """Write the configuration anew if the run has another model than the published one."""
+def _write_changed_config(run: Run, published: Path, folder: Path, dtype: str) -> None:
+    """Write the configuration anew if the run has another model than the published one.
+
+    The dtype is that of the files. A model with rotary positions reads as far as either does.
+    """
+    before = json.loads((published / "config.json").read_text())
     said = hub.description(run.model)
     is_same = said == hub.description(hub.config(published, context=run.model.context))
     if is_same and not hub.reads_more_than_texts(published):
-        return
-    before = json.loads((published / "config.json").read_text())
-    kept = {name: number for name, number in before.items() if name.endswith("_token_id")}
-    (folder / "config.json").write_text(json.dumps(said | kept, indent=2))
+        now = dict(before)
+    else:
+        kept = {name: number for name, number in before.items() if name.endswith("_token_id")}
+        now = said | kept
+    for name in ("torch_dtype", "dtype"):
+        if name in now:
+            now[name] = dtype
+    longest = "max_position_embeddings"
+    if longest in now and run.model.positions == "rotary":
+        published_longest = before.get("text_config", before).get(longest, 0)
+        now[longest] = max(published_longest, run.model.context)
+    if now != before:
+        (folder / "config.json").write_text(json.dumps(now, indent=2))
 
 
 def _published(run: Run) -> Path | None:

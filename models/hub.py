@@ -54,7 +54,10 @@ def _check_known(file: Path, said: dict[str, Any]) -> None:
 def _said(folder: str | Path) -> dict[str, Any]:
     """What the `config.json` in a folder says."""
     file = Path(folder) / "config.json"
-    said = json.loads(file.read_text())
+    try:
+        said = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}.") from error
     if not isinstance(said, dict):
         raise ValueError(f"{file} is no configuration: it is no JSON object.")
     return said

@@ -329,11 +329,49 @@ def test_a_model_that_was_changed_is_described_as_it_is(tmp_path):
     start, out = published(tmp_path / "small"), tmp_path / "out"
     out.mkdir()
     run = finetune.tuned(str(start), "x.jsonl")
-    export._write_beside(tmp_path, run, out)
+    export._write_beside(tmp_path, run, out, "float32")
     assert (out / "config.json").read_text() == (start / "config.json").read_text()
     changed = override(run, ["--model.rope_scaling", "LinearScaling(2.0)"])
-    export._write_beside(tmp_path, changed, out)
+    export._write_beside(tmp_path, changed, out, "float32")
     assert hub.config(out).rope_scaling == gpt.LinearScaling(2.0)
+
+
+def test_a_model_is_described_by_the_dtype_of_its_files_and_the_longest_context(tmp_path):
+    start, out = published(tmp_path / "small"), tmp_path / "out"
+    out.mkdir()
+    said = json.loads((start / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
+    (start / "config.json").write_text(json.dumps(said))
+    for context, expected in ((32, 64), (128, 128)):
+        run = override(finetune.tuned(str(start), "x.jsonl"), ["--model.context", str(context)])
+        export._write_beside(tmp_path, run, out, "float32")
+        exported = json.loads((out / "config.json").read_text())
+        changes = {"torch_dtype": "float32", "max_position_embeddings": expected}
+        assert exported == said | changes
+
+
+def test_what_an_older_model_left_beside_its_weights_is_removed(tmp_path):
+    start, out = published(tmp_path / "small"), tmp_path / "out"
+    out.mkdir()
+    (out / "chat_template.jinja").write_text("of another model")
+    (out / "generation_config.json").write_text('{"top_k": 3}')
+    export._write_beside(tmp_path, finetune.tuned(str(start), "x.jsonl"), out, "float32")
+    assert not (out / "chat_template.jinja").exists()
+    assert "top_k" not in (out / "generation_config.json").read_text()
+
+
+def test_a_model_is_not_exported_over_the_one_it_began_with_or_without_it(tmp_path):
+    start = published(tmp_path / "small")
+    with pytest.raises(ValueError, match="which would be replaced: name another folder"):
+        export._check_published(start, tmp_path / "out" / ".." / "small")
+    shutil.rmtree(start)
+    with pytest.raises(ValueError, match="which is gone: put it back"):
+        export._check_published(start, tmp_path / "out")
+
+
+def test_a_configuration_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{x")
+    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+        hub.config(tmp_path)
 
 
 def test_tokens_that_texts_begin_with_are_found(tmp_path):
