@@ -94,7 +94,9 @@ def started(run: Run, state: sl.State) -> sl.State:
             if not run.lora.rank and not before.lora.rank:
                 with sl.Checkpoints(folder / "checkpoints") as checkpoints:
                     return checkpoints.restore_model(state, release=True).state
-            model, _ = restored(run.start, to_read(before, is_split=True))
+            # On the machine of this run, which may be another than that of the one before.
+            here = dataclasses.replace(before, strategy=run.strategy)
+            model, _ = restored(run.start, to_read(here, is_split=True))
             return state.with_weights(_in_place(state.weights, model, folder))
         table = hub.table_in(folder, run.model)
         return sl.weights.load(folder, state, table, keep=keep, release=True)
@@ -170,7 +172,7 @@ def to_read(
         strategy,
         frozen=(),
         rules=decoding.rules(strategy.rules),
-        zero=sl.Zero(3, small=0) if is_split else 0,
+        zero=sl.Zero(3, small=0) if is_split and strategy.data_axes else 0,
         accumulate=1,
     )
 

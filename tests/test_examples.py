@@ -97,6 +97,12 @@ def test_what_any_run_here_has_learned_is_read_on_all_devices(name):
     assert (reads.device_mesh.size, reads.sharding.stage) == (8, 3)
 
 
+def test_what_is_read_without_axes_of_data_is_not_split():
+    strategy = sl.Strategy(mesh="model=8", rules=sl.rules.tensor)
+    run = dataclasses.replace(tiny.run(), strategy=strategy)
+    assert to_read(run, is_split=True).sharding.stage == 0
+
+
 @pytest.mark.parametrize("stacked", [(2,), (2, 3)], ids=["kernel", "experts"])
 def test_muon_moves_every_matrix_of_a_layer_by_a_nearly_orthogonal_one(stacked):
     shape = (*stacked, 16, 8)
