@@ -166,6 +166,20 @@ def test_a_run_begins_with_an_imported_model(tmp_path, no_cache):
 
 
 @pytest.mark.long
+def test_what_has_factors_is_tuned_again_on_another_machine(tmp_path, no_cache):
+    start, files = published(tmp_path / "small"), chats(tmp_path)
+    first, second = tmp_path / "first", tmp_path / "second"
+    tune(start, files, first, "--loop.steps", "2")
+    # As if it had been trained on more devices than are here.
+    recorded_as = json.loads((first / "run.json").read_text())
+    recorded_as["strategy.mesh"] = "'data=8,model=2'"
+    (first / "run.json").write_text(json.dumps(recorded_as))
+    machine = ["--strategy.mesh", "data=4,model=2", "--strategy.rules", "data|tensor"]
+    said = tune(first, files, second, "--loop.steps", "2", *machine)
+    assert "The run begins with the weights of" in said
+
+
+@pytest.mark.long
 def test_a_run_of_ours_is_tuned_whole_and_exported(tmp_path, capsys, no_cache):
     files = chats(tmp_path)
     small = "--model.layers 1 --model.width 32 --model.hidden 48 --model.context 64 --batch 8"
