@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> None:
         texts.append(tokenizer.decode(shown))
     print(SEPARATOR.join(texts))
     sys.stderr.write(
-        f"\n{made} tokens of {len(prompts)} texts {_step_text(step)}in {seconds:.2f} s, "
+        f"\n{made} tokens {_step_text(step)}in {seconds:.2f} s, "
         f"{made / seconds:.0f} tokens/s, on {_mesh_text(strategy)}\n"
     )
 

@@ -63,7 +63,7 @@ def test_generate_goes_on_with_prompts_the_same_on_every_mesh(written):
     shown = written(*prompts)
     first, second = shown.out.removesuffix("\n").split(generate.SEPARATOR)
     assert first.startswith("def f") and second.startswith("    return x")
-    said = r"\d+ tokens of 2 texts of step 4 in \d+\.\d\d s, \d+ tokens/s, on data=8"
+    said = r"\d+ tokens of step 4 in \d+\.\d\d s, \d+ tokens/s, on data=8"
     assert re.search(said, shown.err)
     elsewhere = written(*prompts, *ON_MODEL, "--chunk", "4")
     assert elsewhere.out == shown.out and "on data=2,model=4" in elsewhere.err
