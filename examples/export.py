@@ -113,21 +113,30 @@ def _write_beside(source: str, run: Run, folder: Path, dtype: str) -> list[str]:
     in the folder is removed.
     """
     published = _published(run)
-    for name in BESIDE:
-        (folder / name).unlink(missing_ok=True)
     if published is not None:
+        _remove_beside(folder)
         names = [name for name in BESIDE if (published / name).exists()]
         for name in names:
             shutil.copyfile(published / name, folder / name)
         _write_changed_config(run, published, folder, dtype)
         return names + _write_end(run, published / "tokenizer.json", folder)
-    (folder / "config.json").write_text(json.dumps(hub.description(run.model), indent=2))
     file = Path(tokenizer_of(source)).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
-    if not file.is_file():
+    # Read before anything is removed: it may be in this folder.
+    tokenizer = file.read_bytes() if file.is_file() else None
+    _remove_beside(folder)
+    (folder / "config.json").write_text(json.dumps(hub.description(run.model), indent=2))
+    if tokenizer is None:
         return ["config.json"]
-    shutil.copyfile(file, folder / "tokenizer.json")
-    return ["config.json", "tokenizer.json", *_write_end(run, file, folder)]
+    written = folder / "tokenizer.json"
+    written.write_bytes(tokenizer)
+    return ["config.json", written.name, *_write_end(run, written, folder)]
+
+
+def _remove_beside(folder: Path) -> None:
+    """Remove what an older model has left beside its weights."""
+    for name in BESIDE:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _write_changed_config(run: Run, published: Path, folder: Path, dtype: str) -> None:

@@ -373,6 +373,15 @@ def test_what_an_older_model_left_beside_its_weights_is_removed(tmp_path):
     assert "top_k" not in (out / "generation_config.json").read_text()
 
 
+def test_a_tokenizer_that_is_in_the_folder_of_an_export_stays_there(tmp_path, monkeypatch):
+    out = published(tmp_path / "out")
+    text = (out / "tokenizer.json").read_text()
+    run = dataclasses.replace(finetune.tuned(str(out), "x.jsonl"), start="")
+    monkeypatch.setattr(export, "tokenizer_of", lambda source: str(out / "tokenizer.json"))
+    names = export._write_beside(str(tmp_path), run, out, "float32")
+    assert "tokenizer.json" in names and (out / "tokenizer.json").read_text() == text
+
+
 def test_a_model_is_not_exported_over_the_one_it_began_with_or_without_it(tmp_path):
     start = published(tmp_path / "small")
     with pytest.raises(ValueError, match="which would be replaced: name another folder"):

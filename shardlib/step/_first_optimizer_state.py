@@ -23,9 +23,11 @@ def with_first_optimizer_state(state: Any) -> Any:
     What the optimizer has gathered in steps would be lost, so that it is refused after the first.
     """
     optimizer = state.layout.optimizer
-    kept = [] if optimizer is None else _made_of_parameters(optimizer.init, state.params)
-    is_abstract = isinstance(state.step, jax.ShapeDtypeStruct)
-    if not kept or is_abstract:
+    if optimizer is None or isinstance(state.step, jax.ShapeDtypeStruct):
+        return state
+    with state.layout.strategy.scope():  # as where it was made
+        kept = _made_of_parameters(optimizer.init, state.params)
+    if not kept:
         return state
     steps = int(state.step)
     if steps:
