@@ -82,9 +82,10 @@ def balanced(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Let the biases of routers follow the load, and an optimizer update all other parameters.
 
-    A bias is what a layer gives to `moe(bias=...)`, a parameter with a number for each expert. In
-    each step it moves by `speed`, against the sign of its load's error over the whole batch. The
-    optimizer sees nothing of it, and neither do its weight decay and norms.
+    A bias is a parameter with a number for each expert, which a layer gives to `moe(bias=...)`. In
+    each step each number moves by `speed`: down if its expert had more than the mean load of the
+    whole batch, up if it had less. `optimizer` never sees the bias, so its weight decay and norms
+    leave it out.
 
     Args:
         optimizer: updates everything else.

@@ -189,10 +189,10 @@ def _check_sight(router: Router, causal: bool) -> None:
     if not causal or not hasattr(router, "take") or getattr(router, "sees_later_tokens", False):
         return
     raise ValueError(
-        f"By {router} experts choose among all tokens of a group, so that what a token becomes "
+        f"With {router} experts choose among all tokens of a group, so the output of a token "
         "depends on later ones, which a causal model does not have when it writes. If the model is "
-        "not causal, say so: `moe(causal=False)`. If it is, and may see them in training, ask for "
-        f"it by name: `{type(router).__name__}(sees_later_tokens=True)`. Or let tokens choose: "
+        "not causal, say so: `moe(causal=False)`. If it is, and may see later tokens in training, "
+        f"allow it: `{type(router).__name__}(sees_later_tokens=True)`. Or let tokens choose: "
         "`TopK(2)`."
     )
 

@@ -69,16 +69,16 @@ OP = "dropless"
 class DroplessOptions(TypedDict, total=False):
     """How tokens are sent to their experts, as keywords of `dropless`.
 
-    - `group`: so many consecutive tokens are balanced by the router's loss; by default those of one
-      example.
-    - `buffer`: how many times the rows of an even load a device has room for, in the first round.
-      More takes memory, and less takes further rounds more often.
-    - `sending`: `"ragged"`, the default on TPUs, sends the rows that there are; `"dense"`, the
-      default elsewhere, equally many between all devices. The results are equal.
-    - `across`: axes of the experts over which a token is sent once to all experts of a node, and
-      only there to each of them; by default those that the slow network joins. `()` is none.
-    - `padded_to`: how many experts the weights have, where that is more than the gate's. Nobody
-      chooses those at the end: they are for an axis that does not divide the gate's.
+    - `group`: how many consecutive tokens the router's load-balancing loss is computed over; by
+      default the tokens of one example.
+    - `buffer`: the room that a device has for rows in the first round, as a multiple of an even
+      load. A larger buffer takes more memory; a smaller one needs further rounds more often.
+    - `sending`: `"ragged"`, the default on TPUs, sends only the rows that exist. `"dense"`, the
+      default elsewhere, sends equally many rows between all devices. The results are equal.
+    - `across`: axes of the experts over which a token is sent once to each node that has experts of
+      it, and from there to these experts; by default the axes on the slow network. `()` is none.
+    - `padded_to`: how many experts the weights have, if more than the gate. The additional experts
+      come last and are never chosen: they make the number divisible by a mesh axis.
     """
 
     group: int | None
@@ -110,16 +110,16 @@ def dropless(
 
     Args:
         x: the tokens, (batch, ..., width).
-        router: chooses experts for each token, such as `TopK(2)`. It has no capacity.
-        experts: a function of weights, of rows (rows, width), sorted by expert, and of the `Groups`
-            that say which rows are whose; it gives rows of the same number and width, made by
-            `sl.kernels.grouped_matmul`. Rows at the end are of no expert.
+        router: chooses experts for each token, such as `TopK(2)`. It must not have a capacity.
+        experts: a function of the weights, of rows (rows, width) sorted by expert, and of `Groups`,
+            which say which rows belong to which expert. It returns as many rows of the same width,
+            computed with `sl.kernels.grouped_matmul`. Rows at the end belong to no expert.
         gate: (width, experts), whole on every device.
         weights: a tree of arrays with a dim for the experts first, which the rule `experts` splits.
         key: given while training, for the router's draws.
-        real: false for padding, (batch, ...), which goes to no expert and counts for nothing.
+        real: bools (batch, ...), false for padding, which goes to no expert and is not counted.
         bias: (experts,), added to the scores by which `SigmoidTopK` chooses, see `balanced`.
-        noise_gate: (width, experts), of the noise of `NoisyTopK`.
+        noise_gate: (width, experts), from which `NoisyTopK` computes how large its noise is.
         ids: the ids of the tokens, (batch, ...), for `Hash`.
         names: a name for each dim of `x`.
         options: see `DroplessOptions`: `group`, how many tokens the router's loss balances, by

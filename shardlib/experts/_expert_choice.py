@@ -17,13 +17,13 @@ class ExpertChoice:
     Each is weighed by its probability among all experts. Every expert is full, so there is no loss
     of uneven load. A token may have many experts or none.
 
-    - `capacity`: how many experts a token has on average. Of a group with so many tokens an expert
-      takes `capacity * tokens / experts`, rounded up.
-    - `sees_later_tokens`: whether you accept the following in a causal model.
+    - `capacity`: how many experts a token has on average. Each expert takes
+      `capacity * tokens / experts` of the tokens of a group, rounded up.
+    - `sees_later_tokens`: allow this router in a causal model.
 
-    Whether a token is taken depends on the later tokens of its group, which a causal model does not
-    have when it writes. So `moe` refuses it, except for a model that it is told is not causal,
-    `moe(causal=False)`, or where that is asked for by name, `sees_later_tokens=True`.
+    Whether a token is taken depends on later tokens of its group, which a causal model does not
+    have when it generates. So `moe` refuses this router, unless the model is not causal,
+    `moe(causal=False)`, or you accept this with `sees_later_tokens=True`.
 
     >>> seen = Seen(jnp.array([[[3.0, 0.0], [2.0, 0.0], [0.0, 1.0], [0.0, 0.0]]]))
     >>> ExpertChoice(1.0).take(seen, 2).token.tolist()

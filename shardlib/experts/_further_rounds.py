@@ -3,11 +3,11 @@
 JAX has no reverse mode for a loop whose length is known to the running program alone. Here the
 backward pass is a loop as well, which computes each round again and differentiates it:
 
-    forward     y = sum of output(k, operands)                  k = 1 ... rounds - 1
-    backward    gradients += of output(k, operands) by y's      starting from those of round 0
+    forward     y = sum of output(k, operands)                     k = 1 ... rounds - 1
+    backward    gradients += derivative of output(k, operands)     starting with round 0's gradients
 
-Between rounds nothing is kept but the sums. Where weights are gathered for the layer and their
-gradients scattered, so does the backward loop in each round: the sums are of scattered gradients.
+Between rounds only the sums are kept. If the layer's weights are gathered and their gradients
+scattered, the backward loop does both in each round, so it adds up scattered gradients.
 See `tracing/_reduced_sums`.
 """
 
@@ -30,7 +30,7 @@ from shardlib.tracing._reduced_sums import Further, OfShard, SumsGradients
 
 
 class Operands(NamedTuple):
-    """What a round's output is differentiated by.
+    """The arrays with respect to which a round's output is differentiated.
 
     - `x`: the tokens.
     - `weights`: of the experts.
@@ -138,9 +138,9 @@ def all_rounds(
 ) -> Made:
     """The sum of the outputs of all rounds, and how many further rounds there were in the first.
 
-    The loop starts from the output of the first round, and adds to it in place. Backward it starts
-    from the gradients by the first round, and adds to these: so it is where `operands` come in that
-    the backward pass has its loop, and not where the forward pass has it.
+    The loop starts from the output of the first round, and adds to it in place. The backward loop
+    starts from the gradients of the first round, and adds to these. So it runs in the backward pass
+    of `_enter`, where `operands` come in, and not in that of `_add_rounds`.
 
         operands -- _enter --> operands, sink -- first --> y  -- _add_rounds (y, sink) --> y
                     backward: the loop,                         backward: the gradient of y
@@ -201,7 +201,7 @@ _add_rounds.defvjp(_add_forward, _add_backward)
 
 @dataclass(frozen=True, eq=False)
 class _Loop:
-    """What the backward loop is of, but for arrays.
+    """The static part of the backward loop: everything except arrays.
 
     - `rounds`, `function`: give the output of a round.
     - `structure`: of the arrays: the number of rounds, the plan, the operands, and what the
@@ -309,7 +309,7 @@ def _enter_backward(loop: _Loop, saved: Any, gradients: Any) -> tuple[Any, ...]:
     with jax.named_scope(IF_UNEVEN):
         _, sums = lax.while_loop(lambda carry: carry[0] < number, add_round, start)
     of_further = [Further(sums.pop(place), None) for place in loop.weights]
-    # What is no float has no gradient.
+    # Only floating-point leaves have a gradient; the others get None.
     of_leaves = [sums.get(k) for k in range(len(leaves))]
     return None, None, *jax.tree.unflatten(structure, of_leaves), of_further
 

@@ -14,15 +14,15 @@ from shardlib.modeling._random import scrambled
 
 @dataclass(frozen=True)
 class Hash:
-    """Hash layers (Roller et al., 2021): experts at random by the token's id, always the same.
+    """Hash layers (Roller et al., 2021): a hash of the token's id chooses its experts.
 
-    The layer is given the ids, `moe(ids=...)`. A token has different experts, which weigh the same.
-    No logits are looked at: the gate, of zeros say, tells how many experts there are.
+    The layer is given the ids, `moe(ids=...)`. The experts of a token are distinct and have equal
+    weights. Logits are not used: the gate, which may be zeros, only gives the number of experts.
 
     - `choices`: how many experts a token goes to.
     - `capacity`: the capacity factor: how many times its even share of the choices an expert takes
       at most. None is no limit, which `dropless` needs.
-    - `seed`: another one is another hash; a whole number of 32 bits.
+    - `seed`: selects the hash; a whole number of 32 bits.
 
     >>> seen = Seen(jnp.zeros((3, 8)), ids=jnp.array([5, 9, 5]))
     >>> Hash().choose(seen).expert[:, 0].tolist()

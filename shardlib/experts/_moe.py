@@ -48,12 +48,12 @@ Experts = Callable[[Any, jax.Array], jax.Array]
 class DispatchOptions(TypedDict, total=False):
     """How tokens are dispatched to their experts, as keywords of `moe`.
 
-    - `group`: so many consecutive tokens share the places of the experts; by default those of one
-      example.
+    - `group`: how many consecutive tokens share the places of the experts; by default the tokens of
+      one example.
     - `form`: `"scatter"`, the default, moves rows; `"einsum"` is GShard's products with masks. The
       results are equal.
-    - `padded_to`: how many experts the weights have, where that is more than the gate's. Nobody
-      chooses those at the end: they are for an axis that does not divide the gate's.
+    - `padded_to`: how many experts the weights have, if more than the gate. The additional experts
+      come last and are never chosen: they make the number divisible by a mesh axis.
     """
 
     group: int | None
@@ -79,23 +79,23 @@ def moe(
 ) -> tuple[jax.Array, MoEStats]:
     """Send each token to the experts that a router chooses, and add up their outputs.
 
-    A token that finds no place gives zeros: add the layer to a residual stream. It returns
+    A token that finds no place gets zeros, so add the outputs to a residual stream. Returns
     `(y, stats)`: the outputs, (batch, ..., width) in the dtype of `x`, and `MoEStats`.
 
     Args:
         x: the tokens, (batch, ..., width).
         router: chooses experts for each token: `Top2()`, `TopK(2)`, `Switch()`, or your own.
             `ExpertChoice()` lets experts choose tokens.
-        experts: a function of weights and of tokens (experts, tokens, width), each expert's own;
-            `jax.vmap` makes one of a function of a single expert. It sees those experts that are
-            on the device.
+        experts: a function of the weights and of tokens (experts, tokens, width), those of each
+            expert; `jax.vmap` makes such a function from one of a single expert. It is called with
+            the experts that are on the device.
         gate: (width, experts), whole on every device.
         weights: a tree of arrays with a dim for the experts first, which the rule `experts` splits.
         key: given while training, for the router's draws.
-        real: false for padding, (batch, ...), which goes to no expert and counts for nothing.
+        real: bools (batch, ...), false for padding, which goes to no expert and is not counted.
         bias: (experts,), added to the scores by which `SigmoidTopK` chooses. It is a parameter,
             whole on every device, and `balanced` moves it.
-        noise_gate: (width, experts), of the noise of `NoisyTopK`.
+        noise_gate: (width, experts), from which `NoisyTopK` computes how large its noise is.
         ids: the ids of the tokens, (batch, ...), for `Hash`.
         causal: whether a token must not depend on later ones, as in a decoder.
         names: a name for each dim of `x`.

@@ -21,9 +21,9 @@ class MoEStats:
     """Statistics of a layer of experts: sums over local tokens, with what to divide them by.
 
     - `balance`: the router's load-balancing (auxiliary) loss, a mean over groups.
-    - `z`: the square of the logarithm of the softmax's sum, a mean over tokens.
-    - `load`: by expert, the choices that want it, in even shares: 1 each where all are wanted
-      alike.
+    - `z`: the router's z-loss, the squared log-sum-exp of a token's logits; a mean over tokens.
+    - `load`: for each expert, how many choices it has over the mean of all experts: 1 is an even
+      load.
     - `dropped`: the share of wanted choices that found no place; where experts choose, the share of
       tokens that none takes.
     - `entropy`: of a token's probabilities over the experts, in nats: the softmax of its logits, or
@@ -49,9 +49,9 @@ class MoEStats:
 
     @property
     def metrics(self) -> dict[str, WeightedMean]:
-        """The statistics that are worth watching, for a loss to return besides its value.
+        """The statistics worth watching, for a loss to return as metrics.
 
-        They are the same on every mesh. What depends on it is in `sending`.
+        They are the same on every mesh. Statistics that depend on the mesh are in `sending`.
         """
         return {
             "balance": self.balance,
@@ -63,7 +63,7 @@ class MoEStats:
 
     @property
     def sending(self) -> dict[str, WeightedMean]:
-        """What `dropless` took to send tokens to their experts, for a loss to return as well.
+        """How much `dropless` sent, and in how many rounds, for a loss to return as metrics.
 
         It depends on the mesh: `rounds`, `sent_within` and, over a slow network, `sent_across`.
         """

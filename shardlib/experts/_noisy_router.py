@@ -18,8 +18,9 @@ _TINY = 1e-10  # keeps quotients finite: of noise that vanishes, and of a group 
 class NoisyTopK:
     """Noisy top-k gating (Shazeer et al., 2017): a softmax over the largest of noisy logits.
 
-    While training, each logit has normal noise, as large as the softplus of a second product of the
-    token, which the layer is given as `moe(noise_gate=...)`. Elsewhere there is no noise.
+    While training, normal noise is added to each logit. How large it is follows from a second
+    product of the token, with `moe(noise_gate=...)`: the softplus of it. In evaluation there is
+    no noise.
 
     - `choices`: how many experts a token goes to.
     - `capacity`: the capacity factor: how many times its even share of the choices an expert takes
@@ -27,8 +28,8 @@ class NoisyTopK:
     - `importance`: the factor of a loss, the squared coefficient of variation of the experts'
       weights, summed over the tokens of a group. The paper's batch is a group here: larger ones are
       closer to it.
-    - `load`: the factor of another loss, the same of the tokens that each
-      expert is expected to get.
+    - `load`: the factor of a second loss, the squared coefficient of variation of the number of
+      tokens that each expert is expected to get.
 
     >>> [round(float(w), 3) for w in NoisyTopK(2).choose(Seen(jnp.log(jnp.array([0.1, 0.6,
     ...     0.3])))).weight]

@@ -78,12 +78,12 @@ def projections(
             features, then those of the kernel's outputs. Where the first are split over fewer axes
             than in `names`, as a sequence is that tensor parallelism gathers, `x` is gathered for
             all products at once, and its gradient is summed and scattered.
-        joined: whether the kernels are concatenated and one product is taken. By default that is
-            so where each device is spared more than it copies: where its parts of the kernels
-            have few columns, and it has many rows.
+        joined: whether to concatenate the kernels and compute one product. By default this is done
+            if it saves more reads and writes than the concatenation costs: if a device has few
+            columns of each kernel, and many rows.
 
-    The products are `(..., outputs...)`, in the order of the kernels, and the same either way but
-    for the order of sums in the gradient to `x`.
+    The products are `(..., outputs...)`, in the order of the kernels. Both ways give the same,
+    except for the order of sums in the gradient to `x`.
 
     >>> import jax.numpy as jnp
     >>> up, gate = projections(jnp.ones((2, 8)), [jnp.ones((4, 8)), jnp.ones((3, 8))])

@@ -35,9 +35,9 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             `(positions, 1, size / 2)` for `x` of `(batch, positions, heads, size)`.
         sin: the sines, of the shape of `cos`.
 
-    Backward, a gradient is turned back, and nothing is kept but the angles. Elementwise, it needs
-    no names: it runs under any sharding that leaves heads whole, and in any `shard_map`. On a TPU a
-    number that is not finite makes those of its whole head so.
+    The backward pass turns the gradient back, and keeps only the angles. No names are needed: it
+    runs under any sharding that leaves heads whole, and in any `shard_map`. On a TPU, one number
+    that is not finite makes all numbers of its head nonfinite.
 
     >>> import jax.numpy as jnp
     >>> rotate(jnp.array([1.0, 2.0]), jnp.array([0.0]), jnp.array([1.0]))

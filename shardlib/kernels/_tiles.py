@@ -38,19 +38,19 @@ def in_tiles(
     *,
     names: Names | None = None,
 ) -> jax.Array:
-    """What a function makes of `x`, of some of its tokens at a time.
+    """The result of a function of tokens, computed for some of the tokens at a time.
 
-    The function treats each token by itself, as an MLP does, and draws nothing. Of what it makes
-    on its way only one tile's is in memory at a time: in the backward pass each tile is computed
-    again, but for what a `Remat` around it keeps by name. Gradients to the weights that it reads
-    are added up over tiles in the dtype in which it reads them.
+    The function must treat each token by itself, as an MLP does, and draw no random numbers. Its
+    intermediate values are in memory for one tile at a time: in the backward pass each tile is
+    computed again, except for what a `Remat` around it keeps by name. Gradients to the weights that
+    it reads are added up over tiles in the dtype in which it reads them.
 
     Args:
         function: of an array like `x` with fewer rows or fewer tokens. Its result has a token for
             each of these, of any number of features.
         x: `(..., features)`: rows, or rows of tokens.
-        tiles: how many tiles there are. The first dim is cut of which every device has a multiple
-            of that; if there is none, the longest one, whose last tile is smaller.
+        tiles: how many tiles there are. The function cuts the first dim whose size on each device
+            is a multiple of this; if there is none, the longest dim, whose last tile is smaller.
         names: of the dims of `x`, and of the result's, where they are split over devices.
 
     >>> import jax.numpy as jnp

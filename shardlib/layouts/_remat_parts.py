@@ -30,11 +30,11 @@ PROJECTED = (
 class RematBudget:
     """What a step may take of a device's memory, in bytes; made by `Remat.budget`.
 
-    Of the named activations in marked blocks, those are kept that spare the most computing, in as
-    many layers as fit. Until a step has found them, blocks keep their inputs.
+    A step keeps those named activations of marked blocks that save the most recomputation, in as
+    many layers as fit. Until a step has found them, blocks keep only their inputs.
 
-    - `offload`: names that the memory of the host may have. It gets what the device has no room
-      for, as far as it is copied while the block is computed.
+    - `offload`: names of activations that may be kept on the host. The host gets what the device
+      has no room for, as much as can be copied while the block is computed.
     """
 
     memory: int
@@ -85,7 +85,7 @@ def encodings_by_name(pairs: Any, kept: tuple[str, ...]) -> tuple[tuple[str, Enc
 def chain_stands_alone() -> ValueError:
     """The error for what is kept beside a chain."""
     return ValueError(
-        "`Remat`: of a chain, as by `sl.Remat.slots(4)`, only inputs of blocks are kept, and "
-        "no other chain's: `names`, `products` and all the rest are of every block. "
+        "`Remat`: in the loop of a chain, such as `sl.Remat.slots(4)`, only inputs of blocks are "
+        "kept, so it cannot be combined with `names`, `products`, other fields or another chain. "
         "Take one of the two."
     )

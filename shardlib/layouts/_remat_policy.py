@@ -54,11 +54,11 @@ class Remat:
     - `dropped`: parts, by the names that the model gave them with `sl.remat(..., part=...)`. With
       any, blocks keep everything but what is computed within these parts, which keep their inputs,
       and of the rest what `names` and `products` say.
-    - `compressed`: activations that are kept in fewer bits, by name with their encoding. What is
-      among `names` too is kept as it is. Products say nothing of these.
-    - `chain`: of blocks in a loop, which of their inputs are kept, and in which order the others
-      are made again. `Remat.every`, `Remat.sublinear` and `Remat.slots` make it; None keeps the
-      inputs of all blocks. Nothing else of a block is kept with one.
+    - `compressed`: pairs of an activation's name and the encoding in which it is kept, in fewer
+      bits. An activation that is also in `names` is not compressed; `products` does not affect it.
+    - `chain`: for blocks in a loop, which of their inputs are kept, and in which order the others
+      are computed again; made by `Remat.every`, `Remat.sublinear` and `Remat.slots`. None keeps the
+      inputs of all blocks. With a chain, blocks keep nothing besides inputs.
     - `offloaded`: activations, by name, that are kept in the memory of the host: copied there in
       the forward pass, and back where the backward pass reads them.
 
@@ -162,10 +162,10 @@ class Remat:
 
     @classmethod
     def every(cls, layers: int) -> "Remat":
-        """Keep the input of every so many-th block of a loop.
+        """Keep the inputs of one block in every `layers` of a loop.
 
-        While the blocks between two of these are differentiated, their own inputs are kept too. So
-        most blocks are computed twice again: once to get there, once to be differentiated.
+        While the blocks between two kept inputs are differentiated, their own inputs are kept too.
+        So most blocks are computed again twice: once to get their input, once to differentiate.
 
         >>> Remat.every(4).chain.table(16).kept
         (0, 4, 8, 12)
@@ -176,9 +176,9 @@ class Remat:
 
     @classmethod
     def sublinear(cls) -> "Remat":
-        """Keep the input of every so many-th block, the square root of how many a loop has.
+        """Like `every`, with the square root of the number of blocks in the loop.
 
-        Of `n` blocks the inputs of about twice the square root of `n` are there at a time.
+        Of `n` blocks, the inputs of about `2 * sqrt(n)` are kept at any time.
         """
         return cls(chain=Every(None))
 
@@ -233,9 +233,9 @@ class Remat:
     def layers(
         cls, *runs: "tuple[int, str | Remat]", rest: "str | Remat | None" = None
     ) -> "RematLayers":
-        """Another value for each run of layers: so many of the first, so many of the next.
+        """A value for each run of consecutive layers, given as pairs of a number and a value.
 
-        All others keep `rest`; without it the numbers add up to that of the model's blocks.
+        All further layers keep `rest`. Without it the numbers must add up to that of all blocks.
 
         >>> Remat.layers((8, "none"), rest="full")
         RematLayers(runs=((8, 'none'),), rest='full')
@@ -246,10 +246,10 @@ class Remat:
     def paths(
         cls, *patterns: "tuple[str, str | Remat]", rest: "str | Remat | None" = None
     ) -> "RematPaths":
-        """Another value for blocks that read parameters of some paths, by regular expressions.
+        """Values for blocks by the paths of the parameters that they read.
 
-        The first pattern counts that matches the whole path of a parameter which a block reads.
-        All other blocks keep `rest`.
+        Each pattern is a regular expression. A block keeps the value of the first pattern that
+        matches the whole path of a parameter it reads. All other blocks keep `rest`.
 
         >>> Remat.paths(("encoder/.*", "full"), rest="none")
         RematPaths(patterns=(('encoder/.*', 'full'),), rest='none')
@@ -258,11 +258,11 @@ class Remat:
 
     @classmethod
     def budget(cls, memory: "int | str", offload: tuple[str, ...] = ()) -> "RematBudget":
-        """As much as fits: a step finds it by compiling for its devices, before it runs first.
+        """Keep as much as fits: a step finds out what fits by compiling, before its first run.
 
         Args:
-            memory: what it may take of a device, in bytes or as `"14GiB"`.
-            offload: the names of activations that the host may keep, where the device has no room.
+            memory: how much of a device's memory the step may take, in bytes or as `"14GiB"`.
+            offload: names of activations that may go to the host if the device has no room.
 
         >>> Remat.budget("14GiB", offload=("block_in",))
         RematBudget(memory=15032385536, offload=('block_in',))

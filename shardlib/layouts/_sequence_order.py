@@ -26,17 +26,18 @@ from shardlib.layouts._specs import as_tuple, axes_within, parts_over, product_t
 def arrange(x: jax.Array, dim: int = 1, *, name: str = SEQUENCE) -> jax.Array:
     """An array in the order in which the rules in force lay positions out over devices.
 
-    That is the order of the array itself, but where the rules have a ring in zigzag order,
-    `sl.rules.context("ring")`, on a mesh with several devices along its axes. Arrange the tokens of
-    a model before they are embedded, and with them targets, masks, segments and positions; say so
-    to `sl.kernels.attention(..., arranged=True)`. What is summed over positions, as a loss is, does
-    not depend on their order. `restore` undoes it.
+    The order only changes if the rules have a ring in zigzag order, `sl.rules.context("ring")`, on
+    a mesh with several devices along the ring's axes. Arrange the tokens of a model before they are
+    embedded, along with targets, masks, segments and positions, and call
+    `sl.kernels.attention(..., arranged=True)`. A sum over positions, such as a loss, does not
+    depend on their order. `restore` undoes it.
 
     Args:
         x: the array, with the positions of all devices.
         dim: the dim of the positions.
-        name: what the rules call the dim, whose policy says what becomes of a length that twice the
-            number of devices does not divide: it is refused, or stays in its order.
+        name: the name of the dim. Its policy, `AxisRules.indivisible`, decides what happens to a
+            length that is not a multiple of twice the number of devices: it is refused, or stays in
+            its order.
 
     >>> import shardlib as sl
     >>> with sl.use(sl.rules.context("ring"), sl.make_mesh("data=2,context=4")):

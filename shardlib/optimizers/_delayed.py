@@ -29,18 +29,18 @@ class DelayedState(NamedTuple):
 def delayed(
     optimizer: optax.GradientTransformation, delay: int
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that moves parameters by the gradient of so many steps ago.
+    """An optimizer that updates parameters with the gradient of an earlier step.
 
-    With a delay of one it is the rule of PipeDream-2BW (arXiv 2006.09503). With a longer one it is
-    a model of stale gradients, as workers send them to a parameter server. In the first `delay`
-    steps nothing moves.
+    With a delay of one it is the rule of PipeDream-2BW (arXiv 2006.09503). A longer delay simulates
+    the stale gradients that workers send to a parameter server. The first `delay` steps change no
+    parameter.
 
     - `optimizer`: any optax transformation. It is given the older gradient, and the parameters and
       the loss of the step.
     - `delay`: after how many steps a gradient is used.
 
-    Gradients that wait are kept in the state, sharded like their parameters, and in checkpoints. A
-    step that is skipped, since its gradient is not finite, is as if it had not been.
+    Waiting gradients are part of the state, sharded like their parameters, and of checkpoints. A
+    step that is skipped because its gradient is not finite has no effect on them.
 
     >>> optimizer = delayed(optax.sgd(1.0), 1)
     >>> params, state = jnp.zeros(()), optimizer.init(jnp.zeros(()))

@@ -17,15 +17,13 @@ from shardlib.checks import _arguments as check
 
 
 class Local(optax.GradientTransformationExtraArgs):
-    """An optimizer that is given each worker's own gradient.
+    """An optimizer that gets each worker's own gradient, and averages something made of it.
 
-    It has something other than gradients averaged.
-
-    Give it to `sl.init` as it is, under a strategy whose exchange sends codes. It runs in the
-    step's two places. While `sends(state)`, `message(gradients, state)` makes, on each device's own
-    shards, what its worker sends, and says where that is not always zero; what comes back is the
-    mean of these. Then `update`, on global arrays, takes that mean in place of a gradient, of those
-    leaves for which `sent` is true, and gradients as ever of all others.
+    Give it to `sl.init` as it is, under a strategy whose exchange sends codes. It runs in two
+    places of the step. While `sends(state)` is true, `message(gradients, state)` computes what a
+    worker sends, on each device's own shards, and marks where that is not always zero. The exchange
+    returns the mean over workers. Then `update` runs on global arrays. For leaves for which `sent`
+    is true it gets this mean in place of a gradient; for all others it gets the averaged gradient.
     """
 
     # Optax knows its transformations by their type, a tuple of `init` and `update` that other code

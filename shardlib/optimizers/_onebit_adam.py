@@ -78,16 +78,16 @@ def onebit_adam(
     - `freeze`: after how many steps, a whole number; or after what part of the run, a float below
       1; or `"auto"`, when the variance has settled: when its norm changes by less than 4 % over
       1 / (1 - b2) steps, and the learning rate has stopped rising.
-    - `b1`, `b2`, `eps`, `weight_decay`, `mask`: those of `optax.adamw`, which it is until the
-      freeze; without weight decay unless some is given.
+    - `b1`, `b2`, `eps`, `weight_decay`, `mask`: as in `optax.adamw`, which it equals until the
+      freeze, except that `weight_decay` is 0 by default.
     - `steps`: the length of the run in steps, which a `freeze` below 1 needs. `sl.fit` fills it in;
       give it where you call the step yourself.
 
     Give what it returns to `sl.init` as it is, not in `optax.chain`, under
     `Strategy(exchange=sl.collectives.OneBit(axis=...))`, or `Quantised`. Parameters that the
-    exchange sums exactly stay Adam's for good. Elements whose gradient was zero in every step
-    before the freeze have no variance to divide by, and no bit says zero: gradients no longer
-    move them. Where such elements are to be learned later, sum them exactly.
+    exchange sums exactly use Adam throughout. If the gradient of an element was zero in every step
+    before the freeze, its variance is zero and cannot be divided by, so after the freeze gradients
+    no longer change this element. If it has to learn later, let the exchange sum it exactly.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data,

@@ -36,8 +36,8 @@ def rounds_of(optimizer: Local | Apart, steps: int) -> Rounds:
     growing = _counted(optimizer, steps, growth=1.01)
     if constant != growing:
         raise ValueError(
-            'The optimizer goes by its gradients, `freeze="auto"`: how often it will send what '
-            "cannot be said before the run. Say after which step or part of the run it freezes, "
+            'The optimizer goes by its gradients, `freeze="auto"`, so it is not known before the '
+            "run how often it sends what. Say after which step or part of the run it freezes, "
             "`freeze=0.2`."
         )
     return constant

@@ -93,8 +93,8 @@ def zero_one_adam(
       one, after another `double` in every fourth, and so on. Each is a number of steps or a part of
       the run, as `freeze` is.
     - `longest`: the longest interval between meetings, in steps.
-    - `b1`, `b2`, `eps`, `weight_decay`, `mask`: those of `optax.adamw`; without weight decay unless
-      some is given. A mask that is a function may not depend on sizes: it is given shards too.
+    - `b1`, `b2`, `eps`, `weight_decay`, `mask`: as in `optax.adamw`, but `weight_decay` is 0 by
+      default. A mask that is a function may not depend on sizes, since it is also given shards.
     - `steps`: the length of the run in steps, which parts of the run need. `sl.fit` fills it in;
       give it where you call the step yourself.
 

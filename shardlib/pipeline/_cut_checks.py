@@ -30,10 +30,10 @@ def check_effects(traced: ClosedJaxpr) -> None:
     if equation is None:
         return
     raise ValueError(
-        f"The loss prints, calls back or the like: `{equation.primitive.name}` at "
-        f"{line_of(equation) or _UNKNOWN_LINE}. Stages do parts of it again, and leave out "
-        "what nobody reads, so that it would happen never or several times. Take it out, or "
-        "look without the pipeline."
+        f"The loss has a side effect, such as a print or a callback: `{equation.primitive.name}` "
+        f"at {line_of(equation) or _UNKNOWN_LINE}. Stages compute parts of the loss again, and "
+        "leave out what nothing reads, so it would happen several times or never. Take it out, or "
+        "debug without the pipeline."
     )
 
 
@@ -136,7 +136,7 @@ def _check_used_once(scans: Sequence[LayerScan], weights: Sequence[Weight], line
         if times > 1:
             raise ValueError(
                 f"`{weights[k].path}` goes through {times} loops over layers, at {lines}: "
-                "layers that are used again are not cut, for each stage has its own once."
+                "layers that are used again cannot be cut, since each stage runs its own once."
             )
 
 

@@ -54,8 +54,8 @@ def check_table(schedule: Any) -> None:
     counts = [table.placement.count(stage) for stage in range(table.stages)]
     if len(set(counts)) > 1:
         raise ValueError(
-            f"The table of `{schedule}` has {counts} parts on its stages: one program has as "
-            "many on each."
+            f"The table of `{schedule}` has {counts} parts on its stages: every stage must have "
+            "as many, since all run one program."
         )
     _play_through(schedule)
 

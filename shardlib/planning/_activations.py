@@ -37,9 +37,9 @@ class Activation:
     - `held_bytes`: what it takes of the device in all layers that keep it there.
     - `states`: what becomes of it, and in how many layers: `kept` or `recomputed`, or it is kept
       `on the host` or in an encoding such as `int8`.
-    - `spared_flops`: what would run again in a step, on all devices, if it were not kept where it
-      is, beside all else that is kept.
-    - `again_flops`: what would not run again if it were kept where it is not.
+    - `spared_flops`: operations that keeping it saves in a step, on all devices, given everything
+      else that is kept.
+    - `again_flops`: operations that would also be saved by keeping it in the other layers.
     """
 
     name: str

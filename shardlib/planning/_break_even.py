@@ -97,25 +97,26 @@ def break_even(
 ) -> BreakEven:
     """What an exchange that sends less saves in a step.
 
-    Neither it nor the exact one is taken to overlap with anything.
+    Neither exchange is assumed to overlap with computation.
 
     Args:
-        parameters: of the model.
-        workers: how many exchange gradients.
-        bandwidth: bytes per second that the network gives each device.
-        shards: devices of a worker, which send a part of the gradient each.
-        compute_seconds: what the rest of the step takes, measured or estimated: a decoder's
-            products take `6 * parameters * tokens` FLOPs.
-        exchange: how gradients are sent, or moves of workers that train apart; by default in one
-            bit. Its axis does not matter.
-        memory_bandwidth: bytes per second of a device's memory, from which the time follows that
-            packing takes, as measured on a GPU; by default packing costs nothing.
-        itemsize: bytes of each number in an exact sum of gradients. What workers that train apart
-            send exactly is float32 whatever gradients are, unless it is wider.
-        width: how many rows and columns matrices have, for factors of them.
-        optimizer: one that says itself what is sent in each step, `sl.optimizers.zero_one_adam`:
-            its exact rounds count, and its silent ones. By default every step sends codes.
-        steps: how many steps the run has, for such an optimizer.
+        parameters: the number of parameters of the model.
+        workers: the number of workers that exchange gradients.
+        bandwidth: the network bandwidth of each device, in bytes per second.
+        shards: the number of devices of a worker, each of which sends a part of the gradient.
+        compute_seconds: how long the rest of the step takes, measured or estimated: the matrix
+            products of a decoder take `6 * parameters * tokens` FLOPs.
+        exchange: how gradients are sent, or the moves of workers that train apart; by default in
+            one bit. Its axis does not matter.
+        memory_bandwidth: the memory bandwidth of a device, in bytes per second, from which the time
+            for packing is computed, as measured on a GPU. By default packing costs nothing.
+        itemsize: bytes of each number in an exact sum of gradients. Workers that train apart send
+            exact moves in float32, or in a wider dtype if `itemsize` is larger.
+        width: the number of rows and columns of a matrix, for exchanges that send factors.
+        optimizer: an optimizer that decides what is sent in each step, such as
+            `sl.optimizers.zero_one_adam`: steps with exact gradients and steps that send nothing
+            are then counted. By default every step uses `exchange`.
+        steps: the number of steps of the run, for such an optimizer.
 
     >>> import shardlib as sl
     >>> of = dict(parameters=1e9, workers=8, shards=8, bandwidth=3e9, memory_bandwidth=8e11)
@@ -243,6 +244,6 @@ def _cost(
             sent = _summed(elements * 2 * exchange.rank / width, workers, WIDE_BYTES)
             return _Cost(sent, FACTOR_BYTES * elements)
     raise ValueError(
-        f"`break_even(exchange={exchange})`: of this exchange it is not known what it sends. A "
-        "plan of a step reads that off the compiled program: `sl.plan`."
+        f"`break_even(exchange={exchange})`: it is not known what it sends. A plan of a "
+        "step reads that off the compiled program: `sl.plan`."
     )

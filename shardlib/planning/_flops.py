@@ -28,9 +28,9 @@ def flops(step: Any, state: Any, batch: Any) -> Flops:
     """
     if isinstance(step, Step) and step.strategy.pipeline is not None:
         raise ValueError(
-            "`flops` cannot count a step with `Strategy(pipeline=...)`: which passes a stage makes "
-            "is a table's affair, and no equation says it. Its layers do what they do in a step "
-            'without `pipeline`, and with `remat="full"` for `remat="stage"`: count that.'
+            "`flops` cannot count a step with `Strategy(pipeline=...)`: the schedule's table "
+            "decides which passes a stage runs, and the trace does not show it. Count the same "
+            'step without `pipeline`, and with `remat="full"` in place of `remat="stage"`.'
         )
     check_traceable("flops", step)
     return flops_of(trace(step, state, batch))

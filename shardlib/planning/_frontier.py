@@ -58,8 +58,9 @@ class Frontier(Shown):
 
     - `target`: the machine, or how many devices, in words.
     - `usable_bytes`: what a step may take of a device of the target; infinite where nobody knows.
-    - `points`: the choices, in the order of what they take. Keeping everything is the last one: it
-      computes no norm and no activation function again either, which products do not count.
+    - `points`: the choices, in the order of the memory that they take. The last one keeps
+      everything. It also avoids recomputing norms and activation functions, which are not in
+      `again_flops`.
     """
 
     target: str
@@ -130,9 +131,9 @@ def frontier(
 ) -> Frontier:
     """What a step takes and computes again, for the best choices of what its blocks keep.
 
-    What its own strategy says of `remat` makes no difference. Three programs are compiled: where
-    blocks keep their inputs, where they keep all activations with names that spare anything, and
-    where they keep everything.
+    The `remat` of the step's own strategy is ignored. Three programs are compiled: one in which
+    blocks keep their inputs, one in which they keep every named activation that saves
+    recomputation, and one in which they keep everything.
 
     Args:
         step: what `sl.train_step` gives.

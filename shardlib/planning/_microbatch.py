@@ -99,9 +99,9 @@ def largest_microbatch(
 ) -> LargestMicrobatch:
     """How many examples of a batch a device can take at a time, by the compiler for it.
 
-    The batch stays what it is: a device takes its examples in more or in fewer microbatches,
-    `Strategy(accumulate=...)`. What the step's own strategy says of that makes no difference. A
-    batch for which not even one example at a time fits is an error that says what to change.
+    The batch does not change: a device takes its examples in more or in fewer microbatches,
+    `Strategy(accumulate=...)`. The `accumulate` of the step's own strategy is ignored. If not even
+    one example at a time fits, an error says what to change.
 
     Args:
         step: what `sl.train_step` gives.

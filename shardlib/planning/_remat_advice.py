@@ -171,7 +171,7 @@ def _beyond_full(planned: Planned, full: int, saved: float) -> list[tuple[float,
     if planned.step.strategy.remat != "full":
         text = (
             f'With `Strategy(remat="full")` it takes {human_bytes(full)}, still '
-            f"{human_bytes(full - planned.usable)} too much: take it beside the following."
+            f"{human_bytes(full - planned.usable)} too much: combine it with the following."
         )
     return [(saved, text)]
 
@@ -191,7 +191,7 @@ def _with_fewer_inputs(planned: Planned) -> str:
         size = planned.compiled_bytes(remat)
         if size <= planned.usable:
             return (
-                "Have the inputs of blocks on the host: with "
+                "Keep the inputs of blocks on the host: with "
                 f"`Strategy(remat={remat_code(remat)})` it takes {human_bytes(size)}, which fits."
             )
     size = planned.compiled_bytes("sublinear")

@@ -192,11 +192,11 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _Rewriting:
-    """Brings a traced function onto `mesh`, on which some axes are manual; `batch` stands for
-    `axes`.
+    """Rewrites a traced function for `mesh`, on which some axes are manual.
 
-    Traced on the `automatic` mesh is all of it, `everywhere`, or only what follows a constraint
-    that brought that mesh along.
+    `batch` stands for `axes`. If `everywhere`, the whole function was traced on the `automatic`
+    mesh. Otherwise only the operations after a constraint were, because the constraint introduced
+    that mesh.
     """
 
     mesh: AbstractMesh

@@ -1,12 +1,12 @@
 """Batches on the mesh, from anybody's iterator.
 
-Each process gives the examples that its own devices hold. A thread reads ahead, and puts what it
-reads on the devices while they compute:
+Each process gives the examples that its own devices hold. A thread reads ahead, and copies batches
+to the devices while these compute:
 
     source -> iterator -> [a thread: put on the mesh] -> queue of `ahead` batches -> step
 
-With each batch the queue has the place of the source after it. So a checkpoint says where the data
-are to be read on, and not how far the thread had come.
+The queue holds each batch together with the source's place after it. So a checkpoint records where
+reading should continue, not how far the thread has read ahead.
 """
 
 import contextlib
@@ -43,9 +43,9 @@ def batch_sharding(strategy: Strategy) -> NamedSharding:
 
 
 def check_batch(batch: Any, strategy: Strategy) -> None:
-    """Refuse what is no batch, or does not split evenly over the mesh and into microbatches.
+    """Refuse anything but a batch that splits evenly over the mesh and into microbatches.
 
-    Nothing is padded or left out in silence: either would change what the loss is a mean of.
+    Nothing is padded or dropped silently: either would change which examples the loss averages.
     """
     leaves = named_leaves(batch)
     if not leaves:
@@ -138,10 +138,10 @@ def _is_source(source: Any) -> bool:
 def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
     """Put batches of numpy arrays on the mesh, `ahead` of them before they are asked for.
 
-    What is returned is an iterator that remembers its place in the data, for checkpoints. A source
-    whose iterator has `get_state` and `set_state`, as those of `grain` and of `shardlib.data` have,
-    is asked for it. Any other is read again from its start, and as many batches are dropped, so it
-    should be the same each time.
+    Returns an iterator that knows its place in the data, for checkpoints. If the iterator of the
+    source has `get_state` and `set_state`, as in `grain` and `shardlib.data`, these get and set the
+    place. Any other source is read again from its start, and the batches that were already used are
+    dropped, so it must give the same batches each time.
 
     Args:
         source: any iterable of trees of arrays with the examples along dim 0. Where several
@@ -162,8 +162,8 @@ def batches(source: Any, strategy: Strategy, *, ahead: int = 2) -> "Batches":
         # wants them.
         if batch_sharding(source.strategy) != batch_sharding(strategy):
             raise ValueError(
-                f"These batches are put on the mesh as {batch_sharding(source.strategy)}, and "
-                f"wanted as {batch_sharding(strategy)}. Make them with the strategy of the step."
+                f"These batches are sharded as {batch_sharding(source.strategy)}, but the step "
+                f"needs {batch_sharding(strategy)}. Make them with the strategy of the step."
             )
         return source
     if not _is_source(source):
@@ -205,10 +205,10 @@ class Batches(Iterator[Any]):
 
     @property
     def identity(self) -> str:
-        """Text that is the same in all processes which read the same data.
+        """Text that is equal in all processes that read the same data.
 
-        It is empty if the source does not give each process its part of the same, so that nothing
-        can be compared.
+        It is empty if the source does not hand each process its part of one data set: then there is
+        nothing to compare.
         """
         if not hasattr(self._source, "local"):
             return ""
@@ -250,8 +250,8 @@ class Batches(Iterator[Any]):
         elif self._taken and knows_its_place:
             raise ValueError(
                 f"The place in the data, {self._taken} batches from its start, was kept for a "
-                f"source that could not say where it is; {kind} can, and is another. Give the "
-                "source that the run was started with."
+                f"source that could not say where it is. {kind} can, so it is another source. Give "
+                "the one that the run was started with."
             )
         elif self._taken:
             self._drop_taken(iterator)

@@ -1,8 +1,8 @@
 """Options that a step sets for the compiler of its devices.
 
-They change when things are sent and in how many pieces, and no number. An option that the user has
-set, in `XLA_FLAGS` or `LIBTPU_INIT_ARGS`, is left to the user: those of a program would win over
-flags without a word. One that the installed compiler does not know is left out, and a plan says so.
+They change when data is sent and in how many pieces, but no result. If the user has set an option,
+in `XLA_FLAGS` or `LIBTPU_INIT_ARGS`, the step does not set it: the options of a program silently
+override flags. An option that the installed compiler does not know is left out, and a plan says so.
 """
 
 import functools
@@ -91,9 +91,9 @@ def _bucket_options(strategy: Strategy) -> Options:
 
 
 def _sparse_core_options() -> Options:
-    """Options by which a TPU's sparse cores gather and scatter.
+    """Options that let a TPU's sparse cores gather and scatter.
 
-    Else its tensor cores do, and multiply nothing meanwhile.
+    Otherwise its tensor cores do this, and cannot multiply matrices meanwhile.
     """
     prefix = "xla_tpu_enable_sparse_core_collective_offload"
     return {f"{prefix}_{kind}": True for kind in _BY_SPARSE_CORES}

@@ -48,7 +48,7 @@ class Description(Shown):
     - `parameter_count`: how many numbers all parameters have.
     - `parameter_bytes`: their bytes, each counted once.
     - `bytes_per_device`: the bytes that a device holds, by what they are for.
-    - `unused_rules`: names whose rules split something, and that no array of the model has.
+    - `unused_rules`: names with a rule that splits something, but that no array of the model has.
     - `idle_axes`: mesh axes that split nothing, along which devices repeat work.
     - `order`: sentences on stacks whose layers are not in the order of the model.
     """
@@ -173,7 +173,7 @@ def _rows_of_model(state: State, names: Mapping[str, Names]) -> list[Row]:
 def _bytes_by_kind(state: State) -> dict[str, int]:
     """The bytes that each device holds of a state, by what they are for.
 
-    What is in the host's memory is counted with the rest, and once more by itself.
+    Arrays in the host's memory are counted twice: in their own kind, and in a total for the host.
     """
     sizes = {
         "parameters": _total_per_device((state.params, state.frozen)),
@@ -189,7 +189,7 @@ def _bytes_by_kind(state: State) -> dict[str, int]:
     leaves = jax.tree.leaves((state.params, state.frozen, state.opt_state))
     on_host = [leaf for leaf in leaves if leaf.sharding.memory_kind == HOST]
     if on_host:
-        sizes["of these in the host's memory"] = _total_per_device(on_host)
+        sizes["in the host's memory (included above)"] = _total_per_device(on_host)
     return sizes
 
 

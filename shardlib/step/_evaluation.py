@@ -35,13 +35,12 @@ def evaluation(loss_fn: LossFunction, strategy: Strategy) -> "Evaluation":
     The metrics are numbers by name, `loss` and those of the loss, each a mean over all examples of
     all batches of `source`.
 
-    - `loss_fn`: as for `train_step`. Dropout is as `loss_fn` has it: give it a model that draws
-      nothing, `nnx.view(model, deterministic=True)`. What it changes in the model's state is
-      forgotten.
-    - `strategy`: that of the step.
+    - `loss_fn`: as for `train_step`. Dropout is not turned off automatically: in `loss_fn`, use
+      `nnx.view(model, deterministic=True)`. Changes to the model's state are discarded.
+    - `strategy`: the strategy of the step.
 
-    Weights that ZeRO splits are made whole layer by layer, as in the step; batches are not split
-    into microbatches, but for those of a pipeline, which go through one after the other.
+    Weights that ZeRO splits are gathered layer by layer, as in the step. A batch is not split into
+    microbatches, except in a pipeline.
 
     >>> import shardlib as sl, jax.numpy as jnp
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data, accumulate=2)

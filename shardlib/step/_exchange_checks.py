@@ -91,8 +91,8 @@ def check_apart(strategy: Any, apart: tuple[str, ...]) -> None:
             if any(axis in as_tuple(axes) for axes in candidates):
                 raise ValueError(
                     f"{shown})` has workers with parameters of their own along `{axis}`, and the "
-                    f"rule for `{name}` splits arrays over it: each worker would have a part of "
-                    "the model, and another part would be that of a worker with other "
+                    f"rule for `{name}` splits arrays over it: each worker would hold only a part "
+                    "of the model, and the other parts would belong to workers with other "
                     f"parameters. Split `{name}` over an axis within a worker: `rules | "
                     f"sl.AxisRules({name}=...)`."
                 )

@@ -1,8 +1,8 @@
-"""The optimizer's state of a model that is given other parameters than it was made with.
+"""The optimizer's state after the parameters of a new state were replaced.
 
-Most optimizers begin with zeros. Some keep the parameters themselves, to average them or to know
-how far they have moved: `optax.contrib.schedule_free`, `dog`, `cocob`. Theirs has to begin with
-what the model is given.
+Most optimizers begin with zeros. Some keep copies of the parameters, to average them or to measure
+how far they have moved: `optax.contrib.schedule_free`, `dog`, `cocob`. Their state has to be made
+from the new parameters.
 """
 
 from typing import Any

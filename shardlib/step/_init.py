@@ -74,11 +74,12 @@ def init(
         optimizer: any optax transformation, or None for a state that is only evaluated.
         strategy: the mesh, the rules, and all else about how to train.
         seed: the seed of the key that the state carries, from which each step draws.
-        trainable: which leaves the optimizer moves. For NNX a filter, `nnx.Param` by default; for
-            another tree a function of a path and a leaf, by default Linen's collection `params`, or
-            every floating-point leaf where there is none.
-        abstract: compute nothing; leaves are `jax.ShapeDtypeStruct`s with shardings, with which a
-            step can be compiled for machines that are not there.
+        trainable: which leaves the optimizer updates. For an NNX module this is a filter, by
+            default `nnx.Param`. For any other tree it is a function of a path and a leaf, which by
+            default selects Linen's collection `params`, or, if there is no such collection, every
+            floating-point leaf.
+        abstract: compute nothing. The leaves are then `jax.ShapeDtypeStruct`s with shardings, from
+            which a step can be compiled for machines that are not present.
 
     >>> import shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=2,model=4", rules=sl.AxisRules(batch="data", embed=None,
@@ -298,15 +299,15 @@ def _related_layout(layout: Layout, params: Any, named_state: dict[str, Any]) ->
 def specs(model: Any, rules: AxisRules | None = None, mesh: Any = None) -> Any:
     """How every array of a model or a state is laid out on the mesh: a tree of `PartitionSpec`s.
 
-    For a `State` that is a state of specs, and neither rules nor mesh are needed. For all else they
-    are the specs that its names come to under `rules` on `mesh`:
+    For a `State` the result is a state of specs, and neither rules nor mesh are needed. For
+    anything else the specs follow from the names of its dims, under `rules` on `mesh`:
 
     - for an `nnx.State`, as `nnx.split` gives it, a state of specs, to hand to `jax.device_put` or
       `jax.jit` under the mesh;
     - for an NNX module or any tree, real or from `jax.eval_shape`, the specs of its parameters, in
       a dict or in the same tree;
-    - for a function that makes a model, the same. A function is needed where Flax's layers have
-      fewer names than dims: which dims were added is seen by making the model once more.
+    - for a function that makes a model, the same. A function is needed if layers of Flax have fewer
+      names than dims: the model is then made a second time, to see which dims were added.
 
     >>> import shardlib as sl
     >>> model = sl.annotate({"w": jnp.ones((4, 8))}, {"w": ("embed", "mlp")})

@@ -176,15 +176,15 @@ class Described(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Any) -> "Described":
-        """Those of a tree of `Parameter`s."""
+        """The description of a tree of `Parameter`s."""
         return cls(*jax.tree.flatten(parameters, is_leaf=_is_parameter))
 
     def tree(self, leaves: Sequence[Any]) -> Any:
-        """What there is of each parameter, as a tree like them."""
+        """A value for each parameter, arranged as a tree like the parameters."""
         return self.treedef.unflatten(leaves)
 
     def leaves(self, tree: Any) -> list[Any]:
-        """What a tree like the parameters has for each of them."""
+        """The values of a tree like the parameters, one for each parameter."""
         return self.treedef.flatten_up_to(tree)
 
     def specs(self, axes: tuple[str, ...]) -> Any:

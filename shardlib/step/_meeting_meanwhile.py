@@ -1,9 +1,9 @@
 """Meetings whose moves are sent while a step computes, and used at its end.
 
-    before the step    own parameters - center  ->  moves, averaged      nothing of the step waits
-    the step           own parameters           ->  own parameters       for what is under way
-    at its end         the center and own parameters, as the means of the moves say,
-                       and each worker's own what it has moved in this step besides
+    before the step    own parameters - center   ->  moves, sent to be averaged
+    the step           own parameters            ->  own parameters, without waiting for the means
+    at its end         means of the moves        ->  a new center, and new own parameters: each
+                                                     worker adds what it has moved in this step
 
 A compiler can have a collective under way beside products only where both are in one branch of the
 program. So there are two branches, each with a step in it: one meets and one does not. Which part

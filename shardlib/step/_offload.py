@@ -31,15 +31,17 @@ Updater: TypeAlias = Literal["device", "host"]
 class Offload:
     """What of a step stays in the memory of the host while it is not used.
 
-    - `optimizer`: the optimizer's state, as far as it follows parameters. A step copies some rows
-      of it to the device, updates them, and copies them back.
-    - `parameters`: the parameters, as they are stored. A layer is copied to the device where it is
-      used, and gathered there as in ZeRO's stage 3, and a part of them for each part of the update.
-    - `update`: what computes the update of parameters with such arrays, `"device"` or `"host"`. The
-      host takes optimizers whose update of a shard reads no other shard, as of AdamW. The gradient
-      goes to the host, the new parameter comes back, and the optimizer's state stays where it is.
-    - `activations`: activations of marked blocks, by name, as `Remat.offload` has them: kept there
-      between a block's forward and backward pass, in addition to what `Strategy(remat=...)` keeps.
+    - `optimizer`: the optimizer's state, except arrays that do not follow a parameter. A step
+      copies some rows at a time to the device, updates them, and copies them back.
+    - `parameters`: the stored parameters. A layer is copied to the device when it is used, and
+      gathered there as in ZeRO's stage 3. The update copies some rows at a time.
+    - `update`: what updates the parameters that have arrays on the host, `"device"` or `"host"`.
+      With `"host"` the gradient goes to the host, the new parameter comes back, and the optimizer's
+      state stays where it is. This needs an optimizer whose update of a shard reads no other shard,
+      such as AdamW.
+    - `activations`: the names of activations in marked blocks, as for `Remat.offload`. They are on
+      the host between a block's forward and backward pass, in addition to what
+      `Strategy(remat=...)` keeps.
 
     What is small, by the same bound as for ZeRO (`Zero(small=...)`), stays on the device, and so do
     gradients.

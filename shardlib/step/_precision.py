@@ -27,15 +27,15 @@ _FULL = ("float32", "fp32", "f32")
 class Precision:
     """The dtypes of a step, each by its name.
 
-    - `compute`: what the model gets its parameters in; None is as they are stored. What is stored,
-      and what the optimizer moves, are the master weights.
-    - `keep`: patterns that match the whole of a parameter's path; these the model gets as they are
-      stored.
-    - `accumulate`: in which gradients are added up over microbatches, or in a wider one that they
-      have.
-    - `reduce`: in which they are added up over devices.
-    - `wire`: in which they are sent for that; None is as they are added up. If it is narrower, each
-      device sends what others add up, rounded once, and sums are made on arrival.
+    - `compute`: the dtype in which the model gets its parameters; None leaves them as they are
+      stored. The stored parameters, which the optimizer updates, are the master weights.
+    - `keep`: patterns that match the whole path of a parameter. The model gets these parameters in
+      the dtype in which they are stored.
+    - `accumulate`: the dtype in which gradients are added up over microbatches. Gradients of a
+      wider dtype are added up in their own.
+    - `reduce`: the dtype in which gradients are added up over devices.
+    - `wire`: the dtype in which gradients are sent to be added up; None: the one in which they are
+      added up. If it is narrower, each device rounds what it sends once, and the receiver adds up.
 
     The dtypes are bfloat16, float32 and, where `jax_enable_x64` is set, float64. Small gradients
     are zero in float16, so that it needs a scaled loss, which a step does not have yet; float8

@@ -8,8 +8,8 @@ there were get back what they had. Otherwise the mean is kept:
     one run -> workers          each worker starts from what the run had
 
 The center stays what it was; what meetings keep is read if these keep it too, and is zero if not.
-A server has one copy of the parameters and of the optimizer's state. To what it is not, it is a run
-without workers: new workers are given what it has.
+A server has one copy of the parameters and of the optimizer's state. Any other run reads its
+checkpoint as that of a run without workers: new workers start from the server's copy.
 """
 
 from collections.abc import Mapping

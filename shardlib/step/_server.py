@@ -1,4 +1,4 @@
-"""A step of workers around a server: all have a gradient, and the server takes an update with each.
+"""A step of workers with a parameter server, which makes one update for each worker's gradient.
 
 [manual over the axes of the workers
    one worker's examples and parameters  ->  its gradient, as a step without others has it]

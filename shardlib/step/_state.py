@@ -221,14 +221,15 @@ class State:
     the model's order.
 
     - `step`: how many steps were taken.
-    - `params`: the parameters that the optimizer moves; a frozen one is None here.
-    - `frozen`: the parameters that stay as they are; one that is moved is None here.
+    - `params`: the parameters that the optimizer updates; a frozen parameter is None here.
+    - `frozen`: the frozen parameters; a trained parameter is None here.
     - `opt_state`: the optimizer's state, as optax makes it.
-    - `errors`: what a compressed exchange has left over (error feedback), by the paths of
-      parameters, each device's own along dim 0.
-    - `workers`: what workers have of their own where they train apart, `LocalSGD` or `DiLoCo`, or
-      None. Then `params` are those of their last meeting, and `opt_state` and `rest` are empty.
-      Around a `ParameterServer`, `params` and `opt_state` are the server's.
+    - `errors`: the errors of a compressed exchange (error feedback), by the path of the parameter.
+      Dim 0 counts the devices, each of which has errors of its own.
+    - `workers`: the arrays that each worker has of its own if workers train apart (`LocalSGD`,
+      `DiLoCo`), otherwise None. With workers, `params` are the parameters of their last meeting,
+      and `opt_state` and `rest` are empty. With a `ParameterServer`, `params` and `opt_state` are
+      the server's.
     - `streams`: the random streams inside the model, such as those of dropout.
     - `rest`: the other arrays of the model, such as the statistics of a batch norm.
     - `key`: from which each step derives its randomness.
@@ -291,11 +292,12 @@ class State:
     def with_weights(self, weights: Any) -> "State":
         """The state with these parameters, cast and sharded as its own.
 
-        `weights` is a tree like the property `weights`, of arrays on the host or anywhere.
-        Assigning to `params` is not the same: under some pipelines layers lie there in another
-        order than the model's. Where workers have parameters of their own, all are given these;
-        what their optimizers have gathered stays, so do it right after a meeting. An optimizer that
-        keeps parameters begins with these, and is refused after the first step.
+        `weights` is a tree like the property `weights`; its arrays may be on the host or on
+        devices. Assigning to `params` is not equivalent: under some pipelines, `params` has the
+        layers in another order than the model. If workers have parameters of their own, all workers
+        get these weights, and their optimizers keep what they have accumulated, so call this right
+        after a meeting. If the optimizer keeps copies of parameters, its state is made anew from
+        these weights; after the first step this is refused.
         """
         check_arrays.values("with_weights", "state", self.step)
         parameters = combine(self.params, self.frozen)

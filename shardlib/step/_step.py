@@ -72,14 +72,14 @@ from shardlib.step._weights import step_parameters
 def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
     """Make the train step of a run: a function `(state, batch) -> (state, metrics)`.
 
-    It is compiled at its first call. The state that it is given is donated: go on with the one that
-    it returns. Every leaf of `batch` has the examples along dim 0.
+    The step is compiled at its first call. The state that is passed in is donated: continue with
+    the state that is returned. Every leaf of `batch` has the examples along dim 0.
 
     - `loss_fn`: a function `loss_fn(model, batch, rng)` of the model, some of the examples, and a
       key whose draws do not depend on the mesh. It returns the loss, or `(loss, metrics)` with a
       dict of metrics. The loss is `sl.weighted_mean(total, weight)`, or a scalar: then all examples
       weigh the same. A metric is either of these, or `sl.weighted_mean(total, weight)` of an array.
-      What it changes in the model's state other than parameters is kept.
+      Its changes to the model's state, other than to parameters, are kept.
     - `strategy`: how to train, the `sl.Strategy` that the state was made with.
 
     The metrics that a step returns are those of the loss, as means over the whole batch, and these:
@@ -89,10 +89,10 @@ def train_step(loss_fn: LossFunction, strategy: Strategy) -> "Step":
     - `grad_norm`: the norm of the gradient, before it is clipped.
     - `first_nonfinite`: the number of the first parameter whose gradient is not finite, or -1.
     - `nonfinite_losses`: in how many microbatches of all devices the loss is not finite.
-    - `nonfinite_microbatch`: which one it is, if it is a single one, or -1.
-    - `compressed`: whether gradients were compressed in this step; only of optimizers that decide
-      it, such as `sl.optimizers.onebit_adam`.
-    - `met`: whether workers have met in this step; only where they train apart.
+    - `nonfinite_microbatch`: the number of that microbatch if there is exactly one, otherwise -1.
+    - `compressed`: whether gradients were compressed in this step; only with optimizers that decide
+      this, such as `sl.optimizers.onebit_adam`.
+    - `met`: whether workers have met in this step; only if workers train apart.
 
     >>> import jax.numpy as jnp, optax, shardlib as sl
     >>> strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)

@@ -45,8 +45,8 @@ def check_call(state: Any, batch: Any) -> None:
     is_deleted = isinstance(state.step, jax.Array) and not is_traced(state.step)
     if is_deleted and state.step.is_deleted():
         raise ValueError(
-            "This state has been through a step already, which put the new one in its place: "
-            "use that."
+            "This state has been through a step already, and its memory was given to the new one: "
+            "use the state that the step returned."
         )
 
 

@@ -51,12 +51,12 @@ _MOST_MICROBATCHES = 2**31 - 1
 class Strategy:
     """How to train a model on a mesh of devices: what is split, computed, kept and sent, and how.
 
-    - `mesh`: text such as `"data=2,model=4"`, of the devices JAX has, or a `Mesh` (of devices that
-      are not there, say).
+    - `mesh`: text such as `"data=2,model=4"`, for the devices that JAX has, or a `Mesh`, which may
+      be of devices that are not present.
     - `rules`: which names of dims those axes split, `AxisRules`, such as `sl.rules.data`.
     - `dcn`: which of the axes cross the data-centre network, as in `make_mesh`; only for a mesh
       that is given as text. By default none does.
-    - `zero`: what is split over the axes of data and of sequences: ZeRO's stage, from 0, nothing,
+    - `zero`: what ZeRO splits over the axes of data and of sequences: its stage, from 0 (nothing)
       to 3; one of FSDP's names (`"NO_SHARD"`, `"SHARD_GRAD_OP"`, `"FULL_SHARD"`,
       `"HYBRID_SHARD"`); or a `Zero`.
     - `accumulate`: microbatches per step, whose gradients are summed, in float32 unless `precision`
@@ -68,9 +68,9 @@ class Strategy:
       `optax.adaptive_grad_clip(0.01)` adaptively. None clips nothing.
     - `frozen`: patterns that match the whole path of parameters which stay as they are: no
       gradient, no state.
-    - `nonfinite`: what a step does whose gradient is not finite: `"skip"` leaves parameters,
-      optimizer and the model's other state as they were; `"count"` takes the step all the same, so
-      that one bad batch may make every parameter nan. Either way `state.nonfinite` counts it.
+    - `nonfinite`: what happens if the gradient of a step is not finite. `"skip"` leaves parameters,
+      optimizer and the model's other state unchanged. `"count"` applies the update anyway, so one
+      bad batch may make every parameter nan. Either way `state.nonfinite` counts the step.
     - `remat`: what blocks marked with `sl.remat` keep for the backward pass; all else in them is
       computed again. `"none"`, the default, keeps all activations; `"full"` only the inputs of
       blocks; `"dots"` and `"dots_without_batch"` results of matrix products too; `"minimal"` those
@@ -83,22 +83,22 @@ class Strategy:
       `Remat.budget("14GiB")` what fits.
     - `offload`: what stays in the memory of the host while it is not used: `"optimizer"`, its
       state; `"parameters"`; `"all"`, both; or an `Offload`. None keeps all of it on the devices.
-    - `exchange`: what happens to gradients between devices: `sl.Exact()`, the default, adds them up
-      exactly; over some of the axes of data `sl.collectives` has compressed sums, such as
+    - `exchange`: how devices combine their gradients. `sl.Exact()`, the default, adds them up
+      exactly. `sl.collectives` has alternatives for some of the data axes: compressed sums, such as
       `OneBit("pod")`, and workers that train apart, such as `DiLoCo("pod", every=500)`.
-    - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`: the axis
-      that the rule `layers` names has a stage at each place, and the microbatches go through as the
-      schedule says. (To the trainer, `1f1b:4:16`.) None is no pipeline.
-    - `draws`: `"same"`, random numbers are the same on every mesh, and keys of other
-      implementations than threefry are refused. `"by_mesh"`, they may depend on the mesh, so that
-      keys of `rbg`, faster on TPUs, may be used; the key that a loss is given is then of JAX's
-      default implementation, `jax_default_prng_impl`.
-    - `combine_passes`: whether a tick of the pipeline with a forward and a backward pass runs a
-      layer of each at a time, so that what one sends, to experts say, may go while the other
-      multiplies. It takes one loop over layers and a schedule with such ticks, as `DualPipeV` or
-      `ZBV` with `paired=True`, and compiles a third pass through the layers.
-    - `hide_collectives`: whether sparse cores gather and scatter while matrices are multiplied, on
-      TPUs where they can: v5p, v6e and 7x.
+    - `pipeline`: a schedule, such as `sl.pipeline.OneFOneB(stages=4, microbatches=16)`; None for no
+      pipeline. The axis that the rule `layers` names holds the stages, and the schedule decides the
+      order in which microbatches go through them. (On the trainer's command line: `1f1b:4:16`.)
+    - `draws`: with `"same"`, random numbers are the same on every mesh, and only threefry keys are
+      accepted. With `"by_mesh"` they may depend on the mesh, which allows `rbg` keys (faster on
+      TPUs); the loss then gets a key of JAX's default implementation, `jax_default_prng_impl`.
+    - `combine_passes`: whether a pipeline tick with a forward and a backward pass runs both
+      together, one layer of each at a time. Communication of one pass, such as to experts, can then
+      overlap with the computation of the other. This needs a model with one loop over layers and a
+      schedule with such ticks, such as `DualPipeV` or `ZBV` with `paired=True`, and compiles a
+      third pass through the layers.
+    - `hide_collectives`: whether the sparse cores of a TPU run gathers and scatters while its
+      tensor cores multiply matrices. Only v5p, v6e and 7x can do this.
     - `manual`: the axes over which the step is manual, so that local gradients exist. By default
       the axes of the batch that split nothing else but `experts`; an axis that splits other weights
       too, as in `sl.rules.fsdp`, is left to the partitioner.
@@ -449,8 +449,8 @@ class Strategy:
         return () if kept is None else kept.offloaded
 
     def scope(self) -> AbstractContextManager[Scope]:
-        """Rules and mesh in force, for your own code outside the step.
+        """A context with this strategy's rules and mesh, for your own code outside the step.
 
-        That is evaluation, sampling, or a plain `jax.jit`: `with strategy.scope():`.
+        Use it for evaluation, sampling or a plain `jax.jit`: `with strategy.scope():`.
         """
         return put_in_force(self.rules, self.device_mesh, self.kept_by_blocks, self.crossing)

@@ -27,8 +27,8 @@ def check_offload(strategy: Any, axes: Mapping[str, int]) -> None:
     if any(axes[axis] > 1 for axis in over):
         raise ValueError(
             f"{shown}, zero={strategy.zero!r})`: parameters are copied from the host some rows at "
-            f"a time, and over {listed(over)}, which splits sequences, other dims of theirs "
-            "would be split. Name the axes of data, "
+            f"a time, but over {listed(over)}, which splits sequences, ZeRO would split their "
+            "other dims. Name the axes of data, "
             f"`zero=sl.Zero({strategy.sharding.stage}, axes={strategy.data_axes})`, or leave "
             'parameters on the device: `offload="optimizer"`.'
         )
@@ -41,8 +41,8 @@ def check_offload(strategy: Any, axes: Mapping[str, int]) -> None:
         )
     if isinstance(strategy.exchange, Exact) and strategy.exchange.overlap:
         raise ValueError(
-            f"{shown}, exchange={strategy.exchange})`: what is copied from the host where it is "
-            "used is not exchanged in the backward pass. Use `zero=3`, which scatters "
+            f"{shown}, exchange={strategy.exchange})`: gradients of parameters that are copied "
+            "from the host cannot be exchanged in the backward pass. Use `zero=3`, which scatters "
             'gradients there, without `overlap`, or `offload="optimizer"`.'
         )
 
@@ -79,7 +79,7 @@ def check_pipeline(strategy: Any, axes: Mapping[str, int]) -> None:
     if isinstance(strategy.remat, RematByBlock | RematBudget):
         raise ValueError(
             f"`Strategy(remat={strategy.remat}, pipeline=...)`: all stages run the same program, "
-            'so that their layers keep the same. Use one value for all, or `remat="stage"`.'
+            'so all layers must keep the same. Use one value for all, or `remat="stage"`.'
         )
     kept = strategy.kept_by_blocks
     if kept is not None and kept.chain is not None:
@@ -97,8 +97,8 @@ def check_pipeline(strategy: Any, axes: Mapping[str, int]) -> None:
         )
     if isinstance(strategy.exchange, Exact) and strategy.exchange.overlap:
         raise ValueError(
-            "`Exact(overlap=True)` is for steps without a pipeline: here gradients go after "
-            "the last tick."
+            "`Exact(overlap=True)` is for steps without a pipeline: a pipeline exchanges gradients "
+            "after the last tick."
         )
 
 
@@ -116,8 +116,8 @@ def check_combined_passes(strategy: Any) -> None:
     if not schedule.paired:
         raise ValueError(
             f"`Strategy(combine_passes=True, pipeline={schedule!r})`: a tick of this schedule "
-            "takes one pass. Give it `paired=True`, or use `DualPipeV(stages, microbatches)`, to "
-            "the trainer `dualpipe-v:STAGES:MICROBATCHES`."
+            "takes one pass. Give it `paired=True`, or use `DualPipeV(stages, microbatches)`; on "
+            "the trainer's command line, `dualpipe-v:STAGES:MICROBATCHES`."
         )
     check_table(schedule)
     program = program_of(schedule, loops=1, recompute=strategy.remat == "stage", trains=True)

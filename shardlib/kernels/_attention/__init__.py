@@ -85,12 +85,14 @@ def attention(
         k: `(batch, keys, key heads, size)`. There may be fewer key heads than heads: each serves
             as many heads, in order.
         v: as `k`; its last dim may have another size, and so has the result.
-        names: of the dims of `q`, where they are split over devices; the last must be whole.
-        kv_names: of the dims of `k` and `v`; as `names`, with key heads that are too few for the
-            axes of the heads whole on every device.
-        arranged: whether positions are in the order of `sl.context.arrange`, that of queries, keys
-            and segments.
-        implementation: None takes what is fastest here; by name, that or an error. See `explain`.
+        names: the names of the dims of `q`, if they are split over devices; the last dim must be
+            whole.
+        kv_names: the same for `k` and `v`. Key heads that are too few to be split over the axes of
+            the query heads are whole on every device.
+        arranged: whether the positions of queries, keys and segments are in the order of
+            `sl.context.arrange`.
+        implementation: None chooses the fastest one here. A name chooses that one, or raises an
+            error if it cannot run. See `explain`.
         options: which keys a query sees, and how scores are made, see `AttentionOptions`: `causal`,
             `window`, `segment_ids`, `block_mask`, `scale`, `soft_cap`, `sinks`, `starts`, and
             `with_lse`, which also returns the log-sum-exp.

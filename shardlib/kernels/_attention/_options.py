@@ -24,14 +24,15 @@ class AttentionOptions(TypedDict, total=False):
     - `segment_ids`: a query sees the keys of its own segment: whole numbers, `(batch, queries)`, or
       two arrays, of the queries and of the keys.
     - `block_mask`: which blocks of keys each block of queries sees, see `BlockMask`.
-    - `scale`: of the scores; `1 / sqrt(size)` where it is left out.
-    - `soft_cap`: scores are softly kept between this and its negative.
-    - `sinks`: a score for each head that takes part in the softmax and has no value, `(heads,)`.
+    - `scale`: the factor of the scores; by default `1 / sqrt(size)`.
+    - `soft_cap`: limits scores smoothly, `soft_cap * tanh(score / soft_cap)`.
+    - `sinks`: an additional score for each head, `(heads,)`, which takes part in the softmax but
+      has no value.
     - `starts`: the positions of the first query and of the first key, whole numbers, which may be
-      traced; zeros where they are left out. A causal mask or a window of arrays of two lengths
-      needs them.
-    - `with_lse`: also give the logarithm of the sum of the exponentials of the scores, in float32,
-      `(batch, queries, heads)`; results over parts of the keys can be combined by it.
+      traced; zeros by default. A causal mask, a window or a block mask needs them if there are not
+      as many queries as keys.
+    - `with_lse`: also return the log-sum-exp of the scores, in float32, `(batch, queries, heads)`.
+      With it, results over parts of the keys can be combined.
     """
 
     causal: bool

@@ -78,12 +78,13 @@ def grouped_matmul(
 
     Args:
         x: (rows, features).
-        w: (groups, features, columns), of the dtype of `x`, or several of these in a list, which
-            give as many results. The gradients to `x` of all are added up before they are sent.
+        w: (groups, features, columns), of the dtype of `x`; or a list of such arrays, each of which
+            gives a result. Their gradients to `x` are added up before they are sent.
         groups: how many rows each group has, (groups,), one group after the other; or `Groups`.
-        names: of the features and of the columns, by which the matrices are split over devices.
-            Without names every device has whole matrices.
-        implementation: None takes what is fastest here; by name, that or an error. See `explain`.
+        names: the names of the features and of the columns, by which the matrices are split over
+            devices. Without names every device has whole matrices.
+        implementation: None chooses the fastest one here. A name chooses that one, or raises an
+            error if it cannot run. See `explain`.
 
     >>> import jax.numpy as jnp
     >>> w = jnp.stack([jnp.eye(2), 3 * jnp.eye(2)])

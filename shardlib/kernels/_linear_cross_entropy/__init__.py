@@ -43,10 +43,10 @@ IMPLEMENTATIONS = (
 class LossOptions(TypedDict, total=False):
     """What defines a cross-entropy besides its arrays, as keywords of `linear_cross_entropy`.
 
-    - `vocab`: how many of the kernel's rows count; all, unless the kernel has more to fill up.
-    - `z_loss`: the factor of a further term, the square of the logarithm of the softmax's divisor.
-    - `smoothing`: the share of each target that all of the vocabulary has evenly.
-    - `cap`: logits are softly kept between this and its negative.
+    - `vocab`: the size of the vocabulary, if the kernel has more rows, as padding.
+    - `z_loss`: the factor of the z-loss, the square of the logits' log-sum-exp.
+    - `smoothing`: the share of each target that is spread evenly over the vocabulary.
+    - `cap`: limits logits smoothly, `cap * tanh(logit / cap)`.
     - `ignored`: a target whose loss and gradient are zero, by default -1.
     """
 
@@ -74,17 +74,18 @@ def linear_cross_entropy(
     Args:
         x: what the head reads, `(..., width)`. Products are taken in its dtype.
         kernel: of the head, `(vocabulary, width)`.
-        targets: a row of the kernel for each row of `x`. One that is none makes the loss nan, but
-            `ignored`.
-        names: of the dims of `x`, where they are split over devices; its width must be whole.
-        vocab_name: of the kernel's rows. Where devices have different ones, they exchange four
-            numbers for each row of `x`, and backward the gradient to `x`.
-        implementation: None takes what is fastest here; by name, that or an error. See `explain`.
-        options: what defines the loss besides, see `LossOptions`: `vocab` (all of the kernel's
-            rows), `z_loss` (0), `smoothing` (0), `cap` (none) and `ignored` (-1), the target
-            without a loss.
+        targets: for each row of `x`, the number of a row of the kernel. Any other number makes the
+            loss nan, except `ignored`.
+        names: the names of the dims of `x`, if they are split over devices; its width must be
+            whole.
+        vocab_name: the name of the kernel's rows. If these are split, devices exchange four numbers
+            for each row of `x`, and in the backward pass the gradient to `x`.
+        implementation: None chooses the fastest one here. A name chooses that one, or raises an
+            error if it cannot run. See `explain`.
+        options: see `LossOptions`: `vocab` (by default all of the kernel's rows), `z_loss` (0),
+            `smoothing` (0), `cap` (none) and `ignored` (-1), the target without a loss.
 
-    It keeps one number for each row for backward, which makes the logits again.
+    Between the passes it keeps one number for each row. The backward pass recomputes the logits.
 
     >>> kernel = jnp.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     >>> linear_cross_entropy(jnp.array([[9.0, 0.0], [0.0, 0.0]]), kernel, jnp.array([0,

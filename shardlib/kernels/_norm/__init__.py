@@ -50,10 +50,11 @@ def rms_norm(
         scale: of the last dim's size, of any float dtype.
         residual: of the shape of `x`. It is added first: the norm is that of `h = x + residual`,
             and `(y, h)` is given.
-        names: of the dims of `x`, where they are split over devices. Where the last is, devices
-            exchange a sum for each row.
+        names: the names of the dims of `x`, if they are split over devices. If the last dim is
+            split, devices exchange a sum for each row.
         epsilon: is added to the mean of squares.
-        implementation: None takes what is fastest here; by name, that or an error. See `explain`.
+        implementation: None chooses the fastest one here. A name chooses that one, or raises an
+            error if it cannot run. See `explain`.
 
     Backward needs only `h`, which is `x` if there is no residual.
 
@@ -83,10 +84,11 @@ def layer_norm(
         bias: as `scale`.
         residual: of the shape of `x`. It is added first: the norm is that of `h = x + residual`,
             and `(y, h)` is given.
-        names: of the dims of `x`, where they are split over devices. Where the last is, devices
-            exchange two sums for each row.
+        names: the names of the dims of `x`, if they are split over devices. If the last dim is
+            split, devices exchange two sums for each row.
         epsilon: is added to the variance.
-        implementation: None takes what is fastest here; by name, that or an error. See `explain`.
+        implementation: None chooses the fastest one here. A name chooses that one, or raises an
+            error if it cannot run. See `explain`.
 
     Backward needs only `h`, which is `x` if there is no residual.
 

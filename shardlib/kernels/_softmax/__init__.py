@@ -41,22 +41,24 @@ def softmax(
     causal: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The softmax of `scale * x` over the last dim, of what the mask leaves.
+    """The softmax of `scale * x` over the last dim, with masks.
 
     Args:
         x: float32, bfloat16 or float16, of one dim or more. It is computed in float32 and rounded
             once.
-        names: of the dims of `x`, where they are split over devices. Where the last is split,
-            devices exchange a maximum and a sum for each row, and one number for each backward.
-        where: what to leave in, bools that broadcast to `x`; only what is there of it is read (on
-            GPUs, of rows of 128 numbers or more). What is left out is zero, and a row of which
-            nothing is left.
+        names: the names of the dims of `x`, if they are split over devices. If the last dim is
+            split, devices exchange a maximum and a sum for each row, and in the backward pass one
+            number for each row.
+        where: bools that broadcast to `x`, true for elements that take part. The mask is read in
+            its own shape (on GPUs, for rows of 128 numbers or more). Elements that are masked are
+            zero in the result, and so is a row that is masked completely.
         scale: a number.
-        causal: leave to each query, of the dim before the last, the keys up to its own place.
-            Nothing is read for it.
-        implementation: None takes what is fastest here; by name, that or an error. See `explain`.
+        causal: mask keys (the last dim) after the position of the query (the dim before it),
+            without reading a mask from memory.
+        implementation: None chooses the fastest one here. A name chooses that one, or raises an
+            error if it cannot run. See `explain`.
 
-    Backward, only what it gave is needed: it saves no other array.
+    The backward pass needs only the result: no other array is saved.
 
     >>> softmax(jnp.array([[0.0, 0.0, 5.0]]), where=jnp.array([True, True, False]))
     Array([[0.5, 0.5, 0. ]], dtype=float32)

@@ -45,7 +45,7 @@ def add_command(commands: Any) -> None:
         "--table", type=Path, metavar="FILE", help="a schedule of your own, in place of a known one"
     )
     command.add_argument(
-        "--paired", action="store_true", help="of such: a forward and a backward pass in a tick"
+        "--paired", action="store_true", help="with --table: a tick has a pass of each kind"
     )
     command.add_argument("--stages", type=int, help="(default: 4)")
     command.add_argument("--microbatches", type=int, help="(default: 8)")
@@ -61,16 +61,16 @@ def add_command(commands: Any) -> None:
 def _add_costs(command: argparse.ArgumentParser) -> None:
     """Add the options for what passes take, in any unit of time."""
     command.add_argument(
-        "--forward", type=float, default=1.0, help="what a stage's forward pass takes (default: 1)"
+        "--forward", type=float, default=1.0, help="time of a stage's forward pass (default: 1)"
     )
     command.add_argument(
-        "--backward", type=float, default=1.0, help="that of the gradient of what came (default: 1)"
+        "--backward", type=float, default=1.0, help="time of its input's gradient (default: 1)"
     )
     command.add_argument(
-        "--weights", type=float, default=1.0, help="that of the gradients of weights (default: 1)"
+        "--weights", type=float, default=1.0, help="time of its weights' gradients (default: 1)"
     )
     command.add_argument(
-        "--send", type=float, default=0.0, help="what sending to the next stage takes (default: 0)"
+        "--send", type=float, default=0.0, help="time to send to the next stage (default: 0)"
     )
 
 
@@ -111,9 +111,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise ValueError("--schedule and --table: give one of them.")
         for name in _DEFAULTS:
             if getattr(arguments, name) is not None:
-                raise ValueError(f"--{name}: the table says that itself.")
+                raise ValueError(f"--{name}: the table says that itself, leave the option out.")
     elif arguments.paired:
-        raise ValueError("--paired is for a --table; the other schedules know.")
+        raise ValueError("--paired is for a --table; a named schedule sets this itself.")
     if arguments.chunks is not None and arguments.schedule not in (None, "interleaved"):
         raise ValueError(f"--chunks is for `interleaved`; got --schedule {arguments.schedule}.")
     # Defaults come last, so that what was given can be told from what was not.
@@ -220,7 +220,7 @@ def _comparison(arguments: argparse.Namespace, costs: Costs) -> str:
         "for one with a picture\n"
     )
     units = (
-        "takes: in the units of --forward; a tick: one part, or where paired, there and back; "
+        "takes: in the units of --forward; a tick: one pass, or, if paired, one of each kind; "
         "held: in microbatches"
     )
     return "\n".join([heading, text_table([_HEAD, *rows]), "", units, *left_out])

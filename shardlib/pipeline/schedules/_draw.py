@@ -128,9 +128,9 @@ def text(timeline: Timeline, width: int = 100, *, colour: bool = False) -> str:
     - `width`: how many letters a line has at most.
     - `colour`: whether letters are coloured, by the codes of a terminal.
 
-    The letters are F, B and W, small for all but the first part of a stage, and dots where a stage
-    waits. With room for it, each letter is a pass, or a piece of one, and where numbers of
-    microbatches fit they stand beside it.
+    The letters are F, B and W: capital for the first part of a stage, small for its other parts. A
+    dot is time in which a stage waits. If there is room, each pass has a letter of its own, or
+    several if it is long, with the number of its microbatch.
 
     >>> from shardlib.pipeline import OneFOneB, simulate, Costs
     >>> print(text(simulate(OneFOneB(2, 3).table(), Costs(1, 1, 0))))
