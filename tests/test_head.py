@@ -103,6 +103,18 @@ def test_linear_cross_entropy_tpu_kernel_is_exact_over_several_blocks(
     near(found, true_of(arrays, found, {"cap": 9.0}), 2e-6 if dtype == "float32" else 2**-8)
 
 
+@pytest.mark.parametrize("vocab", [1120, 1152, 1000])
+def test_linear_cross_entropy_takes_all_chunks_in_one_loop(vocab, monkeypatch):
+    from shardlib.kernels._linear_cross_entropy import _reference
+
+    monkeypatch.setattr(_reference, "CHUNK_BYTES", 2**15)
+    arrays = make({"x": (16, 8), "kernel": (vocab, 8), "targets": (16,)}, "float32")
+    found = derived(head, arrays, {"implementation": "reference"})
+    near(found, true_of(arrays, found, {}), 2e-6)
+    forward = jax.make_jaxpr(lambda arrays: head(arrays, {"implementation": "reference"}))(arrays)
+    assert str(forward).count("dot_general[") == 1
+
+
 @pytest.mark.long
 def test_linear_cross_entropy_ignores_a_vocabulary_shard_of_padding(monkeypatch):
     from shardlib.kernels._linear_cross_entropy import _reference

@@ -33,6 +33,7 @@ from shardlib.kernels._gpu_tiles import (
     padded,
 )
 from shardlib.kernels._linear_cross_entropy._reference import (
+    Chunk,
     Loss,
     Sums,
     capped,
@@ -109,18 +110,19 @@ class _Chunks:
     results: Sequence[Result]
     x: jax.Array  # whole tiles
 
-    def padded(self, chunk: jax.Array) -> jax.Array:
-        """A chunk of the kernel with zeros for whole tiles, in the dtype of `x`."""
-        return padded(chunk, COLUMNS, self.x.dtype)
+    def padded(self, rows: jax.Array) -> jax.Array:
+        """Rows of the kernel with zeros for whole tiles, in the dtype of `x`."""
+        return padded(rows, COLUMNS, self.x.dtype)
 
-    def run(self, epilogue: Epilogue, chunk: jax.Array, inputs: Sequence[jax.Array]) -> Any:
-        """Call an epilogue for each tile of logits of a padded chunk."""
-        return over_tiles(epilogue, self.x, chunk, inputs, self.results, self.product)
+    def run(self, epilogue: Epilogue, rows: jax.Array, inputs: Sequence[jax.Array]) -> Any:
+        """Call an epilogue for each tile of logits of a chunk's padded rows."""
+        return over_tiles(epilogue, self.x, rows, inputs, self.results, self.product)
 
-    def limits(self, chunk: jax.Array, offset: jax.Array) -> jax.Array:
-        """The token at which a chunk begins, and how many of the chunk's rows count."""
-        counting = jnp.minimum(chunk.shape[0], self.loss.vocab - offset)
-        return jnp.stack([offset, counting]).astype(jnp.int32)
+    def limits(self, chunk: Chunk, vocab_offset: jax.Array) -> jax.Array:
+        """The token at which a chunk begins, and which of its rows count: from where to where."""
+        offset = vocab_offset + chunk.begin
+        end = jnp.minimum(chunk.rows.shape[0], self.loss.vocab - offset)
+        return jnp.stack([offset, chunk.repeated, end]).astype(jnp.int32)
 
     @property
     def wanted(self) -> int:
@@ -148,9 +150,9 @@ def _sums(
     chunks = _Chunks(loss, kind, [("row", jnp.float32)] * 4, x)
     head_forward = partial(_sum_tile, loss)
 
-    def add_chunk(sums: Sums, chunk: jax.Array, begin: jax.Array) -> Sums:
-        limits = chunks.limits(chunk, vocab_offset + begin)
-        by_tile = chunks.run(head_forward, chunks.padded(chunk), (targets, limits))
+    def add_chunk(sums: Sums, chunk: Chunk) -> Sums:
+        limits = chunks.limits(chunk, vocab_offset)
+        by_tile = chunks.run(head_forward, chunks.padded(chunk.rows), (targets, limits))
         # Tiles side by side have different tokens of the same rows.
         highest = by_tile[0].max(0)
         total = (by_tile[1] * rescaling(by_tile[0], highest)).sum(0)
@@ -165,10 +167,11 @@ def _sums(
 def _sum_tile(loss: Loss, tile: Tile, targets_ref: Any, limits_ref: Any) -> tuple[jax.Array, ...]:
     """The four sums over the logits of a tile, for each of its rows; see `Sums`."""
     z, token, counts = _logits(tile, limits_ref, loss)
+    counts &= tile.positions(1) >= limits_ref[1]
     highest = jnp.where(counts, z, jnp.full_like(z, -jnp.inf)).max(1)
     e = _or_zero(counts, jnp.exp(z - tile.across(highest)))
     is_target = token == tile.across(tile.of_rows(targets_ref))
-    of_target = _or_zero(is_target, z).sum(1)
+    of_target = _or_zero(is_target & counts, z).sum(1)
     sum_z = jnp.zeros_like(of_target)  # nobody reads it
     if loss.smoothing:
         sum_z = _or_zero(counts, z).sum(1)
@@ -226,15 +229,16 @@ def _gradients(
     chunks = _Chunks(loss, kind, [("tile", x.dtype)], x)
     head_backward = partial(_differentiate_tile, loss)
 
-    def add_chunk(gradients: Any, chunk: jax.Array, begin: jax.Array) -> Any:
-        (x_gradient, kernel_gradient), whole = gradients, chunks.padded(chunk)
-        inputs = (*columns, chunks.limits(chunk, vocab_offset + begin))
-        (z_gradient,) = chunks.run(head_backward, whole, inputs)
+    def add_chunk(gradients: Any, chunk: Chunk) -> Any:
+        x_gradient, kernel_gradient = gradients
+        inputs = (*columns, chunks.limits(chunk, vocab_offset))
+        (z_gradient,) = chunks.run(head_backward, chunks.padded(chunk.rows), inputs)
         # What was added for whole tiles has a gradient of zero, and is cut off.
-        chunk_gradient = product(z_gradient, x, 0, 0).astype(kernel.dtype)[: chunk.shape[0], :width]
-        x_gradient = x_gradient + product(z_gradient, whole, 1, 0)
+        chunk_gradient = product(z_gradient, x, 0, 0).astype(kernel.dtype)
+        chunk_gradient = chunk_gradient[: chunk.rows.shape[0], :width]
+        x_gradient = x_gradient + product(z_gradient, chunks.padded(chunk.new_rows), 1, 0)
         return x_gradient, lax.dynamic_update_slice_in_dim(
-            kernel_gradient, chunk_gradient, begin, 0
+            kernel_gradient, chunk_gradient, chunk.begin, 0
         )
 
     zeros = (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(kernel))
@@ -257,9 +261,9 @@ def _differentiate_tile(loss: Loss, tile: Tile, targets_ref: Any, *refs: Any) ->
 
 
 def _logits(tile: Tile, limits_ref: Any, loss: Loss) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The logits of a tile, their tokens, and which of them count."""
+    """The logits of a tile, their tokens, and which of them are of tokens of the vocabulary."""
     column = tile.positions(1)
-    return capped(tile.z, loss), column + limits_ref[0], column < limits_ref[1]
+    return capped(tile.z, loss), column + limits_ref[0], column < limits_ref[2]
 
 
 def _pad_rows(x: jax.Array, *columns: jax.Array) -> list[jax.Array]:

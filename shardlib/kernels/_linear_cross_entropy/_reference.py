@@ -8,13 +8,16 @@ For each row, with `z = x . kernel`, softly capped to `cap * tanh(z / cap)`, and
 Products are taken in the dtype of `x` and added up in float32 or wider, in which everything else
 is computed. The rows of the kernel come in chunks:
 
-    kernel (vocabulary, width)      chunk 0 | chunk 1 | ... | remainder
+    kernel (vocabulary, width)      chunk 0 | chunk 1 | ... | last chunk
                                         |        |               |
     four numbers for each row:        Sums --> Sums --> ... --> Sums --> loss, log Z
 
+All chunks have the same size, so that one loop is compiled for all of them: the last chunk may
+begin within the one before it, and the rows that both have are then left out of the last one's sums.
+
 Nothing is kept of a chunk's logits, and backward makes them again. The sums of two parts of the
-vocabulary, chunks or those of different devices, can be combined, since each comes with the
-highest logit that its exponentials are relative to.
+vocabulary, chunks or those of different devices, can be combined, since each comes with the highest
+logit that its exponentials are relative to.
 """
 
 from collections.abc import Callable
@@ -76,11 +79,13 @@ def forward(
         axes: the mesh axes over which devices have other parts of the kernel.
     """
 
-    def add_chunk(sums: Sums, chunk: jax.Array, begin: jax.Array) -> Sums:
-        offset = vocab_offset + begin
-        z, counts = _logits(x, chunk, offset, loss)
+    def add_chunk(sums: Sums, chunk: Chunk) -> Sums:
+        offset = vocab_offset + chunk.begin
+        z, counts = _logits(x, chunk.rows, offset, loss)
+        counts &= chunk.is_new
         highest = jnp.where(counts, z, -jnp.inf).max(-1)
-        of_target = jnp.where(_tokens(chunk, offset) == targets[:, None], z, 0).sum(-1)
+        is_target = (_tokens(chunk.rows, offset) == targets[:, None]) & chunk.is_new
+        of_target = jnp.where(is_target, z, 0).sum(-1)
         total = jnp.where(counts, jnp.exp(z - highest[:, None]), 0).sum(-1)
         sum_z = jnp.where(counts, z, 0).sum(-1)
         return combine_sums(sums, Sums(highest, total, of_target, sum_z))
@@ -157,19 +162,19 @@ def backward(
     """
     gradient, log_z_gradient = row_gradients(targets, log_z, gradient, loss)
 
-    def add_chunk(gradients: Any, chunk: jax.Array, begin: jax.Array) -> Any:
-        (x_gradient, kernel_gradient), offset = gradients, vocab_offset + begin
-        z, counts = _logits(x, chunk, offset, loss)
-        is_target = _tokens(chunk, offset) == targets[:, None]
+    def add_chunk(gradients: Any, chunk: Chunk) -> Any:
+        (x_gradient, kernel_gradient), offset = gradients, vocab_offset + chunk.begin
+        z, counts = _logits(x, chunk.rows, offset, loss)
+        is_target = _tokens(chunk.rows, offset) == targets[:, None]
         columns = (log_z[:, None], log_z_gradient[:, None], gradient[:, None])
         z_gradient = jnp.where(counts, logit_gradients(z, is_target, *columns, loss), 0).astype(
             x.dtype
         )
         # All rows of `x` are in this product: a chunk of the gradient to the kernel is complete.
         chunk_gradient = product(z_gradient, x, 0, 0).astype(kernel.dtype)
-        x_gradient += product(z_gradient, chunk.astype(x.dtype), 1, 0)
+        x_gradient += product(z_gradient, chunk.new_rows.astype(x.dtype), 1, 0)
         return x_gradient, lax.dynamic_update_slice_in_dim(
-            kernel_gradient, chunk_gradient, begin, 0
+            kernel_gradient, chunk_gradient, chunk.begin, 0
         )
 
     # The gradient to `x` is a sum over chunks, and wide; a chunk's part of the kernel's is final.
@@ -256,34 +261,66 @@ def product(a: jax.Array, b: jax.Array, a_dim: int, b_dim: int) -> jax.Array:
     )
 
 
-def fold_chunks(
-    function: Callable[[Any, jax.Array, jax.Array], Any],
-    carry: Any,
-    kernel: jax.Array,
-    wanted: int,
-) -> Any:
-    """Carry something through chunks of the kernel's rows: `function(carry, rows, begin)`.
+class Chunk(NamedTuple):
+    """Some consecutive rows of the kernel.
 
-    A chunk has about as many rows as are `wanted`, in multiples of 128 and 128 at least. The last
-    one may be smaller, and is then called for outside the loop over the others.
+    - `rows`: the rows.
+    - `begin`: the number of the first one.
+    - `repeated`: how many of them, at the start, are also in the chunk before this one.
+    """
+
+    rows: jax.Array
+    begin: jax.Array
+    repeated: jax.Array | int
+
+    @property
+    def is_new(self) -> jax.Array:
+        """Which of the rows are in no chunk before this one."""
+        return jnp.arange(self.rows.shape[0]) >= self.repeated
+
+    @property
+    def new_rows(self) -> jax.Array:
+        """The rows, with zeros for those that are in a chunk before this one."""
+        return jnp.where(self.is_new[:, None], self.rows, 0)
+
+
+def chunk_size(vocab: int, wanted: int) -> int:
+    """How many rows of a vocabulary are in a chunk, if about so many are wanted.
+
+    Chunks that do not overlap are best, if they have at least half as many rows.
+    """
+    most = max(128, wanted // 128 * 128)
+    fewest = -(-vocab // most)
+    for count in range(fewest, 2 * fewest):
+        if vocab % (128 * count) == 0:
+            return vocab // count
+    # As little overlap as multiples of 128 allow.
+    return min(vocab, -(-vocab // (128 * fewest)) * 128)
+
+
+def fold_chunks(
+    function: Callable[[Any, Chunk], Any], carry: Any, kernel: jax.Array, wanted: int
+) -> Any:
+    """Carry something through chunks of the kernel's rows: `function(carry, chunk)`.
+
+    A chunk has about as many rows as are `wanted`, in multiples of 128 and 128 at least.
     """
     vocab = kernel.shape[0]
-    chunk = min(vocab, max(128, wanted // 128 * 128))
-    full_chunks, remainder = divmod(vocab, chunk)
+    size = chunk_size(vocab, wanted)
+    count = -(-vocab // size)
 
     def take_chunk(carry: Any, k: jax.Array) -> tuple[Any, None]:
-        rows = lax.dynamic_slice_in_dim(kernel, k * chunk, chunk)
-        return function(carry, rows, k * chunk), None
+        begin, repeated = k * size, 0
+        if vocab % size:
+            begin = jnp.minimum(begin, vocab - size)
+            repeated = k * size - begin
+        rows = lax.dynamic_slice_in_dim(kernel, begin, size)
+        return function(carry, Chunk(rows, begin, repeated)), None
 
-    if full_chunks == 1:
+    if count == 1:
         # A loop of one step would only hide it from the compiler.
-        carry, _ = take_chunk(carry, jnp.int32(0))
-    else:
-        carry, _ = lax.scan(take_chunk, carry, jnp.arange(full_chunks, dtype=jnp.int32))
-    if remainder:
-        begin = full_chunks * chunk
-        carry = function(carry, kernel[begin:], jnp.int32(begin))
-    return carry
+        return take_chunk(carry, jnp.int32(0))[0]
+    return lax.scan(take_chunk, carry, jnp.arange(count, dtype=jnp.int32))[0]
 
 
 def varying_zeros(zeros: jax.Array, *others: jax.Array) -> jax.Array:
