@@ -13,7 +13,7 @@ is computed. The rows of the kernel come in chunks:
     four numbers for each row:        Sums --> Sums --> ... --> Sums --> loss, log Z
 
 All chunks have the same size, so that one loop is compiled for all of them: the last chunk may
-begin within the one before it, and the rows that both have are then left out of the last one's sums.
+begin within the one before it. Rows that both have are left out of the sums of the last one.
 
 Nothing is kept of a chunk's logits, and backward makes them again. The sums of two parts of the
 vocabulary, chunks or those of different devices, can be combined, since each comes with the highest
