@@ -222,16 +222,16 @@ class RowExchange:
         counts_D = plan.counts_DE[:, me]
         # Of each device's rows for this one: how many are in rounds before, and how many in this.
         if self.form == "ragged":
-            begin_D = jnp.cumsum(counts_D) - counts_D
+            begin_D = _sums_up_to(counts_D) - counts_D
             skipped_D = jnp.clip(first - begin_D, 0, counts_D)
             taken_D = jnp.clip(first + self.room - begin_D, 0, counts_D) - skipped_D
         else:
             skipped_D = jnp.minimum(first, counts_D)
             taken_D = jnp.clip(counts_D - first, 0, self.room)
-        row_R, end_D = jnp.arange(self.rows), jnp.cumsum(taken_D)
+        row_R, end_D = jnp.arange(self.rows), _sums_up_to(taken_D)
         device_R = jnp.minimum((row_R[:, None] >= end_D).sum(1), self.devices - 1)
         within_R = row_R - (end_D - taken_D)[device_R] + skipped_D[device_R]
-        leave_DE = jnp.cumsum(plan.counts_DE, 1) - plan.counts_DE
+        leave_DE = _sums_up_to(plan.counts_DE, 1) - plan.counts_DE
         place_R = leave_DE[device_R, me] + within_R
         return Arrived(device_R, place_R, row_R < end_D[-1])
 
@@ -258,7 +258,7 @@ class RowExchange:
         me = lax.axis_index(self.axes)
         counts_DDL = plan.counts_DE.reshape(self.devices, self.devices, -1)
         to_D = counts_DDL[me].sum(1)
-        begins_D = jnp.cumsum(to_D) - to_D
+        begins_D = _sums_up_to(to_D) - to_D
         # For each row that is sent, the how-manieth it is of those for its device.
         within_J = first + jnp.tile(jnp.arange(room), self.devices)
         device_J = jnp.repeat(jnp.arange(self.devices), room)
@@ -271,7 +271,7 @@ class RowExchange:
         is_sent_P = (plan.expert_P < self.experts) & (within_P >= 0) & (within_P < room)
         place_P = jnp.where(is_sent_P, device_P * room + within_P, self.rows)
         # What arrives, device by device, is sorted by expert.
-        ends_DL = jnp.cumsum(counts_DDL[:, me], 1)
+        ends_DL = _sums_up_to(counts_DDL[:, me], 1)
         arrived_J = first + jnp.arange(room)
         expert_R = (arrived_J[:, None] >= ends_DL[:, None]).sum(-1).reshape(-1)
         order_R = _order(expert_R, self.local_experts)
@@ -291,9 +291,9 @@ class RowExchange:
         # Of each device's rows for each expert: where they begin among all of the device that gets
         # them, and among all of the device that sends them.
         totals_DL = counts_DE.sum(0).reshape(self.devices, -1)
-        before_E = (jnp.cumsum(totals_DL, 1) - totals_DL).reshape(-1)
-        arrive_DE = before_E + jnp.cumsum(counts_DE, 0) - counts_DE
-        leave_DE = jnp.cumsum(counts_DE, 1) - counts_DE
+        before_E = (_sums_up_to(totals_DL, 1) - totals_DL).reshape(-1)
+        arrive_DE = before_E + _sums_up_to(counts_DE, 0) - counts_DE
+        leave_DE = _sums_up_to(counts_DE, 1) - counts_DE
         # Those of this round are a stretch of them.
         skipped_DE = jnp.clip(first - arrive_DE, 0, counts_DE)
         sent_DE = jnp.clip(first + room - arrive_DE, 0, counts_DE) - skipped_DE
@@ -354,6 +354,20 @@ def _order(expert_P: jax.Array, most: int) -> jax.Array:
     # compiler makes a shorter program of it.
     number_P = jnp.arange(count, dtype=jnp.int32)
     return jnp.sort(expert_P.astype(jnp.int32) * count + number_P) % count
+
+
+def _sums_up_to(x: jax.Array, dim: int = 0) -> jax.Array:
+    """The cumulative sum along a dim, by adding the array to itself, moved by 1, 2, 4 ... places.
+
+    For `jnp.cumsum` a TPU's compiler makes a program that is some thirty times as long.
+    """
+    moved = 1
+    while moved < x.shape[dim]:
+        padding = [(0, 0, 0)] * x.ndim
+        padding[dim] = (moved, -moved, 0)
+        x += lax.pad(x, jnp.zeros((), x.dtype), padding)
+        moved *= 2
+    return x
 
 
 def _inverse(order_P: jax.Array) -> jax.Array:

@@ -15,29 +15,54 @@ from jax import lax
 
 from shardlib.checks import _arguments as check
 
+_MOST_UNROLLED = 2  # of the indices that `largest` finds
+
 
 def largest(x: jax.Array, count: int, of: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """The largest numbers along the last dim and their indices, the first of equals first.
 
-    With `of`, the numbers of that array which are where the largest of `x` are.
+    With `of`, the numbers of that array at the places of the largest of `x`.
 
-    This is `lax.top_k` without its sort: to sort thousands for a few of them takes a TPU's compiler
-    longer than the whole remainder of the layer. Each turn finds one number and excludes it.
+    This is `lax.top_k` without its sort: a TPU's compiler takes longer for a sort of thousands of
+    numbers than for the remainder of the layer.
     """
-    if of is None:
-        of = x
+    index = _indices_of_largest(lax.stop_gradient(x), count)
+    is_chosen = index[..., None] == lax.broadcasted_iota(jnp.int32, x.shape[-1:], 0)
+    # A masked sum, whose gradient is a mask. The gradient of a gather would be a scatter.
+    numbers = (x if of is None else of)[..., None, :]
+    return jnp.where(is_chosen, numbers, 0).sum(-1), index
+
+
+def _indices_of_largest(x: jax.Array, count: int) -> jax.Array:
+    """The indices of the largest numbers along the last dim, the largest first."""
     iota = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    values, indices = [], []
+
+    def find_one(remaining: jax.Array, _: Any = None) -> tuple[jax.Array, jax.Array]:
+        index = remaining.argmax(-1).astype(jnp.int32)
+        return jnp.where(iota == index[..., None], -jnp.inf, remaining), index
+
     # Numbers of -inf must stay above those that are excluded.
-    remaining = jnp.maximum(lax.stop_gradient(x), jnp.finfo(x.dtype).min)
+    remaining = jnp.maximum(x, jnp.finfo(x.dtype).min)
+    if count > _MOST_UNROLLED:
+        # Unrolled, the compiler would exclude all indices before it again for each one: the program
+        # would grow with the square of their number.
+        _, indices = lax.scan(find_one, remaining, None, length=count)
+        return jnp.moveaxis(indices, 0, -1)
+    found = []
     for _ in range(count):
-        index = remaining.argmax(-1, keepdims=True)
-        is_largest = iota == index
-        # A masked sum, whose gradient is a mask; a gather's would be a scatter.
-        values.append(jnp.where(is_largest, of, 0).sum(-1))
-        indices.append(index[..., 0])
-        remaining = jnp.where(is_largest, -jnp.inf, remaining)
-    return jnp.stack(values, -1), jnp.stack(indices, -1)
+        remaining, index = find_one(remaining)
+        found.append(index)
+    return jnp.stack(found, -1)
+
+
+def _sum_of_largest(x: jax.Array, count: int) -> jax.Array:
+    """The sum of the largest numbers along the last dim."""
+    iota = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    total = x.max(-1)
+    for _ in range(count - 1):
+        x = jnp.where(iota == x.argmax(-1, keepdims=True), -jnp.inf, x)
+        total += x.max(-1)
+    return total
 
 
 @dataclass(frozen=True)
@@ -68,8 +93,8 @@ class Groups:
         shape = (*scores.shape[:-1], self.count, size)
         # Which groups are taken has no gradient.
         by_group = lax.stop_gradient(scores).reshape(shape)
-        best, _ = largest(by_group, min(self.best, size))
-        _, group = largest(best.sum(-1), self.taken)
+        of_group = _sum_of_largest(by_group, min(self.best, size))
+        group = _indices_of_largest(of_group, self.taken)
         is_taken = jax.nn.one_hot(group, self.count).sum(-2) > 0
         return jnp.where(jnp.repeat(is_taken, size, -1), scores, -jnp.inf)
 
