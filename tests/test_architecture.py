@@ -99,7 +99,7 @@ LAYERS = [
     ),
     (
         "step",
-        "_error_forms _saved_workers _saved_errors _saved_model _describe _varying _examples _example_rules _example_moves _coupled",
+        "_error_forms _saved_workers _saved_errors _saved_model _describe _varying _reassigned _examples _example_rules _example_moves _coupled",
     ),
     ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),
     (

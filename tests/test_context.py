@@ -903,3 +903,19 @@ def test_forms_are_part_of_the_rules():
     united = sl.rules.data | rules | sl.AxisRules(batch="data").indivisible(batch="drop")
     assert united.attention_form("context") == "ring"
     assert rules.indivisible(seq="replicate").attention_form("context") == "ring"
+
+
+def test_prices_of_zero_count_frozen_parameters():
+    """They are gathered as all others are, and have no gradients."""
+    strategy = sl.Strategy(
+        mesh="data=8", rules=sl.rules.data, zero=sl.Zero(1, small=0), frozen=("base",), accumulate=2
+    )
+    make = lambda: {"base": jnp.ones((64, 64)), "w": jnp.ones((64, 8))}
+    state = sl.init(make, optax.sgd(0.1), strategy, abstract=True)
+    base, w = 64 * 64 * 4, 64 * 8 * 4
+    found = {one.stage: one for one in prices(state, strategy)}
+    assert found[1].sent_bytes == 7 / 8 * (base + 2 * w)
+    assert found[2].sent_bytes == 7 / 8 * (base + 3 * w)
+    assert found[3].sent_bytes == 7 / 8 * 2 * (2 * base + 3 * w)
+    assert found[1].held_bytes == base + 2 * w
+    assert found[3].held_bytes == w / 8

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import shardlib as sl
@@ -292,3 +293,80 @@ def test_examples_that_go_to_some_devices_and_back_are_not_coupled(moved):
             state, _ = sl.train_step(one, strategy)(state, ROWS)
         found[one.__name__] = jax.device_get(state.params["w"])
     np.testing.assert_allclose(found["loss"], found["plain"], rtol=1e-6)
+
+
+def of_batch(model, x, key):
+    return jnp.sum(jnp.mean(y(model, x) ** 2, -1)) / 16
+
+
+def of_elements_of_batch(model, x, key):
+    return jnp.sum(y(model, x) ** 2) * (1 / (16 * 3))
+
+
+def of_examples_at_hand(model, x, key):
+    return jnp.sum(jnp.mean(y(model, x) ** 2, -1)) / x.shape[0]
+
+
+@pytest.mark.parametrize("loss", [of_batch, of_elements_of_batch])
+def test_sum_over_a_part_divided_by_the_whole_batch_is_warned_about(loss):
+    (said,) = traced(loss)
+    assert "over the 2 examples at hand" in said and "8 times too small" in said
+    accumulating = sl.Strategy(mesh="data=4,model=2", rules=sl.rules.data, accumulate=2)
+    (said,) = traced(loss, accumulating)
+    assert "8 times too small" in said
+    assert not traced(of_examples_at_hand) and not traced(of_examples_at_hand, accumulating)
+
+
+def two_wrong_metrics(model, x, key):
+    error = jnp.mean(y(model, x) ** 2, -1)
+    return error.mean(), {"largest": error.max(), "perplexity": jnp.exp(error.mean())}
+
+
+def test_evaluation_warns_of_every_value_that_is_no_mean():
+    state = sl.init(make, None, DATA)
+    with pytest.warns(sl.ShardingWarning, match="metric `largest`.*Look at `perplexity` too"):
+        sl.evaluation(two_wrong_metrics, DATA)(state, [ROWS])
+    (said,) = traced(two_wrong_metrics)
+    assert "metric `largest`" in said and said.endswith("Look at `perplexity` too.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sl.evaluation(MEANS["a mean"], DATA)(state, [ROWS])
+
+
+class Teaching(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.student, self.teacher = nnx.Linear(4, 3, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+
+
+def with_teacher(model, x, key):
+    old, new = model.teacher.kernel[...], model.student.kernel[...]
+    model.teacher.kernel[...] = 0.9 * old + 0.1 * new
+    return jnp.mean((model.student(x) - lax.stop_gradient(model.teacher(x))) ** 2)
+
+
+@nnx.jit
+def in_functions_of_flax(model, x):
+    return nnx.remat(lambda model, x: model.student(x))(model, x)
+
+
+def without_assignment(model, x, key):
+    return jnp.mean(in_functions_of_flax(model, x) ** 2)
+
+
+def test_assigning_to_a_parameter_is_warned_about():
+    state = sl.init(Teaching, optax.sgd(0.1), DATA)
+    with pytest.warns(sl.ShardingWarning, match="assigns to `teacher/kernel`.*trainable="):
+        sl.train_step(with_teacher, DATA)(state, ROWS)
+    clipped = lambda model, x, key: jnp.mean(y(model, x) ** 2)
+
+    def clips(model, x, key):
+        model["w"] = jnp.clip(model["w"], -0.1, 0.1)
+        return clipped(model, x, key)
+
+    (said,) = traced(clips)
+    assert "assigns to `w`" in said and not traced(clipped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sl.ShardingWarning)
+        state = sl.init(Teaching, optax.sgd(0.1), DATA)
+        sl.train_step(without_assignment, DATA)(state, ROWS)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from machines import compile_for, mesh_on
 
 import shardlib as sl
 from models import gpt
+from shardlib._tree import named_leaves
 from shardlib.compiled._flops import _Window, compiled_flops
 from shardlib.planning import Flops
+from shardlib.planning._compiled_step import kinds_of
 from shardlib.tracing._flops import flops_of
 
 ROWS, LENGTH, WIDTH, HEADS, LAYERS, VOCAB = 8, 64, 32, 4, 2, 128
@@ -225,3 +228,28 @@ def test_flops_of_a_pipeline_are_refused():
         sl.planning.flops(sl.train_step(gpt.loss, strategy), state, BATCH)
     with pytest.raises(ValueError, match="can be traced"):
         sl.planning.flops(np.sum, 1, 2)
+
+
+def test_flops_of_strided_convolutions_count_no_zeros_between_elements():
+    def loss(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=numbers)
+        return jnp.sum(y**2)
+
+    x, kernel = jnp.ones((2, 16, 16, 4)), jnp.ones((3, 3, 4, 8))
+    traced = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(x, kernel)
+    found = flops_of(traced)
+    forward = 2 * (2 * 8 * 8 * 8) * 9 * 4
+    assert found.forward + found.backward == 3 * forward
+
+
+def test_kinds_of_memory_do_not_depend_on_names_of_the_model():
+    class Kept(nnx.Module):
+        def __init__(self):
+            self.kept = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    state = sl.init(Kept, optax.adam(0.1), sl.Strategy(mesh="data=8", rules=sl.rules.data))
+    paths = tuple(path for path, _ in named_leaves(state))
+    kinds = kinds_of(paths, len(paths))
+    assert Counter(kinds.values())["parameters"] == 2
+    assert Counter(kinds.values())["optimizer state"] == 5

@@ -15,6 +15,7 @@ import shardlib as sl
 from shardlib._text import human_bytes
 from shardlib.layouts._chain_schedules import Binomial
 from shardlib.layouts._remat_text import remat_code, remat_words
+from shardlib.planning._machine import memory_limit
 from shardlib.planning._microbatch import search
 
 LAYERS, WIDTH, ROWS = 4, 512, 1024
@@ -270,3 +271,31 @@ def test_advice_for_a_tpu_is_a_value_that_fits(monkeypatch, tmp_path):
     assert isinstance(value, type(sl.Remat.layers((1, "full"))))
     after = total_of(value, target=target, **many)
     assert after.memory.total_bytes <= usable and after.flops.recomputed < plan.flops.recomputed
+
+
+def test_the_largest_microbatch_counts_all_devices_that_split_the_batch():
+    """Some of the axes of the batch are left to the partitioner."""
+    strategy = sl.Strategy(mesh="data=2,fsdp=4", rules=sl.rules.fsdp)
+    state = sl.init(lambda: {"w": jnp.zeros((64, 64))}, optax.sgd(0.1), strategy, abstract=True)
+    step = sl.train_step(lambda model, x, key: jnp.mean((x @ model["w"]) ** 2), strategy)
+    batch = jax.ShapeDtypeStruct((512, 64), "float32")
+    found = sl.planning.largest_microbatch(step, state, batch, memory="8MiB")
+    assert (found.microbatch, found.accumulate) == (64, 1)
+
+
+def test_more_memory_than_a_device_has_is_refused():
+    with pytest.raises(ValueError, match=r"memory='99GiB'.*at most 8.0 GiB"):
+        memory_limit("largest_microbatch", "99GiB", 2**33)
+    assert memory_limit("largest_microbatch", "2GiB", 2**33) == 2**31
+
+
+def test_a_state_of_another_strategy_is_refused_whatever_the_target():
+    rules, make = sl.rules.data, lambda: {"w": jnp.zeros((256, 256))}
+    of_stage = lambda zero: sl.Strategy(mesh="data=8", rules=rules, zero=zero)
+    split, whole = of_stage(sl.Zero(3, small=0)), of_stage(0)
+    state = sl.init(make, optax.adam(0.1), split, abstract=True)
+    step = sl.train_step(lambda model, x, key: jnp.mean((x @ model["w"]) ** 2), whole)
+    batch = jax.ShapeDtypeStruct((64, 256), "float32")
+    for function in (sl.plan, sl.planning.largest_microbatch, sl.planning.frontier):
+        with pytest.raises(ValueError, match="`zero_axes` is .*there and .*here"):
+            function(step, state, batch, "cpu:8")

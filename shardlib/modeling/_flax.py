@@ -62,13 +62,12 @@ class Definition:
             lambda p, r: r if p is None else p, params, rest, is_leaf=lambda leaf: leaf is None
         )
 
-    def state_of(self, model: Any) -> tuple[Any, Any]:
-        """The streams and the other state of a model that `merge` made, as they are now.
+    def taken_apart(self, model: Any) -> "ModelParts":
+        """The arrays of a model that `merge` made, as they are now.
 
-        A loss may have changed both, as by a draw or by running statistics.
+        A loss may have changed them, as by a draw or by running statistics.
         """
-        parts = take_apart(model, self.trainable)[0]
-        return parts.streams, parts.rest
+        return take_apart(model, self.trainable)[0]
 
 
 def take_apart(model: Any, trainable: Any = None) -> tuple[ModelParts, dict[str, Names]]:

@@ -129,21 +129,28 @@ def _text_of(lowered: Any) -> str:
 def kinds_of(paths: tuple[str, ...], leaves_of_state: int) -> dict[str, str]:
     """The kind of memory that each argument is, by its path.
 
-    The leaves of the state come first, and are told apart by the names in their paths; all leaves
-    after them are inputs.
+    The leaves of the state come first, and are told apart by the first known name in their paths:
+    the fields of a `State` come before any names of the model. All leaves after them are inputs.
     """
     kinds = {}
     for number, path in enumerate(paths):
         # The arguments of a step are the leaves of its state, and then those of the batch.
         if number >= leaves_of_state:
             kinds[path] = "inputs"
-        elif re.search(r"\b(opt_state|errors|kept)\b", path):
-            kinds[path] = "optimizer state"
-        elif re.search(r"\b(params|frozen)\b", path):
-            kinds[path] = "parameters"
         else:
-            kinds[path] = "other state"
+            name = re.search(rf"\b({'|'.join(_KIND_OF_FIELD)})\b", path)
+            kinds[path] = _KIND_OF_FIELD[name[1]] if name else "other state"
     return kinds
+
+
+_KIND_OF_FIELD = {
+    "params": "parameters",
+    "frozen": "parameters",
+    "opt_state": "optimizer state",
+    "errors": "optimizer state",
+    "kept": "optimizer state",
+    "rest": "other state",
+}
 
 
 def _check_host_memory(platform: str, memory: Memory, arguments: Any, offloads: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
 from shardlib.machine._absent import is_absent
 from shardlib.machine._chips import CHIPS, Chip
@@ -14,6 +15,7 @@ from shardlib.machine._mesh import format_mesh, slow_axes
 from shardlib.machine._targets import Target
 from shardlib.step._state import State, state_shardings
 from shardlib.step._step import Step
+from shardlib.step._step_calls import check_layout
 from shardlib.step._strategy import Strategy
 
 
@@ -41,6 +43,23 @@ def check_planned(function: str, step: Any, state: Any, cache: Any) -> None:
     check.kind(function, "cache", cache, str | os.PathLike, "a folder", optional=True)
 
 
+def memory_limit(function: str, memory: Any, usable: float) -> int | None:
+    """What a caller says that a step may take of a device, in bytes; None if nothing is said.
+
+    More than a device of the target has is refused: a program that takes it does not fit.
+    """
+    if memory is None:
+        return None
+    takes = 'the bytes that a step may take: a number, or text such as `"14GiB"`'
+    given = check.size(function, "memory", memory, takes)
+    if given > usable:
+        raise ValueError(
+            f"`{function}(memory={memory!r})`: a step may take at most {human_bytes(usable)} of a "
+            "device of this target."
+        )
+    return given
+
+
 def on_target(step: Step, state: State, target: Target | None) -> tuple[Step, State]:
     """The step and its abstract state, laid out on the target with the axes of the step's mesh.
 
@@ -53,6 +72,7 @@ def on_target(step: Step, state: State, target: Target | None) -> tuple[Step, St
             f"{type(state).__name__}."
         )
     strategy = step.strategy
+    check_layout(state.layout, strategy)
     if target is not None and not _is_of(strategy, target):
         theirs = strategy.device_mesh
         if theirs.size != target.size:

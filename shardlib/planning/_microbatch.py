@@ -19,12 +19,11 @@ import jax
 
 from shardlib._notebook import Shown
 from shardlib._text import human_bytes, table
-from shardlib.checks import _arguments as check
 from shardlib.layouts._specs import parts_over
 from shardlib.machine._targets import Target
 from shardlib.planning._compiled_step import Machine, compile_step
 from shardlib.planning._frontier import say
-from shardlib.planning._machine import check_planned, checked_target, on_target
+from shardlib.planning._machine import check_planned, checked_target, memory_limit, on_target
 from shardlib.step._state import State
 from shardlib.step._step import Step
 
@@ -113,10 +112,6 @@ def largest_microbatch(
         cache: a folder that keeps what compilers say.
     """
     check_planned("largest_microbatch", step, state, cache)
-    given = None
-    if memory is not None:
-        takes = 'the bytes that a step may take: a number, or text such as `"14GiB"`'
-        given = check.size("largest_microbatch", "memory", memory, takes)
     machine = checked_target("largest_microbatch", target)
     if step.strategy.pipeline is not None:
         raise ValueError(
@@ -125,7 +120,8 @@ def largest_microbatch(
         )
     step, state = on_target(step, state, machine)
     compiled_for = Machine.of(step.strategy.device_mesh, machine)
-    limit = _limit(given, compiled_for)
+    usable = compiled_for.chip.usable_bytes
+    limit = memory_limit("largest_microbatch", memory, usable) or _limit(compiled_for)
     examples = _examples_of_device(step, batch)
 
     # The batch stays as it is: what differs is only in how many parts a device takes its examples.
@@ -189,13 +185,11 @@ def _on_line(sizes: Sequence[int], tried: dict[int, int], limit: float) -> int:
     return max([place for place, size in enumerate(sizes) if size <= most], default=0)
 
 
-def _limit(given: int | None, machine: Machine) -> int:
-    """What a step may take of a device.
+def _limit(machine: Machine) -> int:
+    """What a step may take of a device, by its datasheet.
 
-    Where neither the caller nor a datasheet says it, it is asked for: a guess would be believed.
+    Where there is none, the caller is asked for it: a guess would be believed.
     """
-    if given is not None:
-        return given
     usable = machine.chip.usable_bytes
     if usable == float("inf"):
         raise ValueError(
@@ -218,12 +212,13 @@ def _examples_of_device(step: Step, batch: Any) -> int:
             "`largest_microbatch(batch=...)` takes a tree of arrays with the examples along dim 0; "
             f"got {sorted(rows) or 'none'} along it."
         )
-    devices = parts_over(step.strategy.device_mesh.shape, step.strategy.data_axes)
+    axes = step.strategy.batch_axes
+    devices = parts_over(step.strategy.device_mesh.shape, axes)
     (examples,) = rows
     if examples % devices:
         raise ValueError(
             f"`largest_microbatch`: {examples} examples cannot be shared out over {devices} "
-            f"devices of {', '.join(step.strategy.data_axes)}: take a multiple of {devices}."
+            f"devices of {', '.join(axes)}: take a multiple of {devices}."
         )
     return examples // devices
 

@@ -44,16 +44,18 @@ class _Sizes:
     """What stages of ZeRO send and hold for one parameter that they split.
 
     It is split over so many devices along axes of data, and so many along those of sequences. The
-    others are bytes of what a device has of the parameter before: in the dtype in which it is used,
-    in which gradients are sent, and in which they are summed up before and after they are sent.
+    others are bytes of what a device has of the parameter before it is split: of its weights and
+    its gradient in the dtype in which it is used, of the gradient as it is sent, and of the sums of
+    gradients before and after they are sent. A frozen parameter has weights alone.
     """
 
     over_data: int
     over_sequences: int
     weight: float
-    wire: float
-    summed: float
-    summed_part: float
+    gradient: float = 0
+    wire: float = 0
+    summed: float = 0
+    summed_part: float = 0
 
     def sent(self, stage: int, count: int) -> float:
         """What a device sends in a step of `count` microbatches, under a stage of ZeRO.
@@ -65,7 +67,7 @@ class _Sizes:
         gathers = 2 * count if stage == 3 else 1
         gathered = gathers * _others(self.over_data * self.over_sequences) * self.weight
         # The partitioner scatters what the backward pass gives, and the exchange what is left.
-        by_partitioner = count * _others(self.over_sequences) * self.weight
+        by_partitioner = count * _others(self.over_sequences) * self.gradient
         exchanges = 1 if stage == 1 else count
         exchanged = exchanges * _others(self.over_data) * self.wire / self.over_sequences
         return gathered + by_partitioner + exchanged
@@ -112,9 +114,11 @@ def _sizes_of_split(state: State, strategy: Strategy) -> list[_Sizes]:
     """The sizes of those parameters that ZeRO splits."""
     dtypes, count = strategy.dtypes, strategy.microbatches
     mesh_shape = strategy.device_mesh.shape
-    splits = state.layout.splits(state.params)
+    parameters = [*named_leaves(state.params), *named_leaves(state.frozen)]
+    splits = {**state.layout.splits(state.params), **state.layout.splits(state.frozen)}
+    trained = {path for path, _ in named_leaves(state.params)}
     sizes = []
-    for path, leaf in named_leaves(state.params):
+    for path, leaf in parameters:
         split = splits[path]
         if not split.is_split:
             continue
@@ -124,6 +128,10 @@ def _sizes_of_split(state: State, strategy: Strategy) -> list[_Sizes]:
         others = axes_without(spec_axes(split.spec), axes)
         size = leaf.size / parts_over(mesh_shape, others)
         compute, reduced = dtypes.of(path, leaf.dtype), dtypes.reduced(leaf.dtype)
+        if path not in trained:
+            over = parts_over(mesh_shape, split.axes), parts_over(mesh_shape, sequence_axes)
+            sizes.append(_Sizes(*over, weight=size * compute.itemsize))
+            continue
         # Only over several microbatches are gradients summed up in a dtype of their own.
         summed, summed_part = jax.numpy.dtype(compute), reduced
         if count > 1:
@@ -133,6 +141,7 @@ def _sizes_of_split(state: State, strategy: Strategy) -> list[_Sizes]:
                 parts_over(mesh_shape, split.axes),
                 parts_over(mesh_shape, sequence_axes),
                 weight=size * compute.itemsize,
+                gradient=size * compute.itemsize,
                 wire=size * dtypes.sent(leaf.dtype).itemsize,
                 summed=size * summed.itemsize,
                 summed_part=size * summed_part.itemsize,

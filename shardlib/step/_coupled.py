@@ -22,7 +22,7 @@ are in `_example_rules` and `_example_moves`, the facts themselves in `_examples
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -297,7 +297,25 @@ def _called_function(equation: Any) -> Jaxpr | None:
 # What is said about it
 
 
-def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> str:
+class Split(NamedTuple):
+    """How many examples the traced loss has, and how many times as many the whole batch has.
+
+    - `examples`: those of one device and microbatch.
+    - `devices`: over how many devices the batch is split.
+    - `microbatches`: in how many microbatches a device takes its examples.
+    """
+
+    examples: int
+    devices: int
+    microbatches: int
+
+    @property
+    def times(self) -> int:
+        """How many parts of the batch there are."""
+        return self.devices * self.microbatches
+
+
+def describe_coupled(name: str, fact: Fact, weighted: bool, split: Split) -> str:
     """The warning that the loss, or a metric, is not a mean over examples, or an empty text.
 
     The text is empty if the value is such a mean as far as can be seen.
@@ -306,7 +324,7 @@ def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> 
         name: "loss", or the name of a metric.
         fact: What the walk found out about the value.
         weighted: Whether the value is a pair of a total and a weight.
-        accumulate: The number of microbatches, for the advice.
+        split: How the batch is split.
     """
     subject = f"The metric `{name}`"
     if name == "loss":
@@ -324,10 +342,17 @@ def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> 
             "`sl.weighted_mean(total, weight)`, whose totals are added up over devices and divided "
             "once, or a mean."
         )
+    elif fact.total == "sum" and not weighted and _is_of_whole_batch(fact, split):
+        return (
+            f"{subject} is a sum over the {split.examples} examples at hand, made at {line}, and "
+            f"divided by {fact.divisor:g}, as the whole batch has. The step takes the mean of what "
+            f"each device and microbatch returns, so this one is {split.times} times too small. "
+            "Divide by what the loss sees, `batch.shape[0]`, or take `.mean()`."
+        )
     else:
         return ""
     automatic = "`sl.Strategy(manual=())`"
-    if accumulate > 1:
+    if split.microbatches > 1:
         automatic += ", with `accumulate=1`"
     return (
         f"{subject} {problem}. Each device, and each microbatch, has examples of its own, so the "
@@ -336,6 +361,12 @@ def describe_coupled(name: str, fact: Fact, weighted: bool, accumulate: int) -> 
         "`sl.batch_mean(x)` or `sl.gather_batch(x)`. Or leave the batch to the partitioner, which "
         f"sees all of it: {automatic}."
     )
+
+
+def _is_of_whole_batch(fact: Fact, split: Split) -> bool:
+    """Whether a sum over a part of the batch was divided by the size of the whole batch."""
+    sizes = {fact.summed, split.examples}
+    return fact.divisor not in sizes and fact.divisor in {split.times * size for size in sizes}
 
 
 def _coupling_in_words(coupling: Coupling) -> str:

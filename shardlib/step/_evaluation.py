@@ -20,6 +20,7 @@ from shardlib.step._adapted import adapted
 from shardlib.step._batches import batch_sharding, batches, check_batch, local_rows
 from shardlib.step._layer_order import check_order
 from shardlib.step._loss import LossFunction, call_loss, check_arguments, forward
+from shardlib.step._loss_checks import check_evaluated
 from shardlib.step._microbatches import every_nth, microbatches_of
 from shardlib.step._pipelined import Pipelined, Programs
 from shardlib.step._scopes import LOSS
@@ -171,11 +172,16 @@ class Evaluation:
         """
         microbatches = microbatches_of(inputs.batch, self.strategy)
 
+        def with_keys(rest: Any, number: Any, examples: Any) -> tuple[Any, ...]:
+            return *microbatches.with_keys(number, inputs.streams, rest, inputs.key), examples
+
         def arguments(number: Any) -> tuple[Any, ...]:
-            keyed = microbatches.with_keys(number, inputs.streams, inputs.rest, inputs.key)
-            return *keyed, every_nth(inputs.batch, microbatches.count, number)
+            examples = every_nth(inputs.batch, microbatches.count, number)
+            return with_keys(inputs.rest, number, examples)
 
         call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
+        first = 0, every_nth(inputs.batch, microbatches.count, 0)
+        check_evaluated(call, with_keys, parameters, inputs.rest, first, self.strategy)
         # The same wrappers as in training, so that a loss means the same in both.
         total = with_partitionable_lookups(partial(forward, call), parameters, self.strategy)
         if self.strategy.pipeline is None:

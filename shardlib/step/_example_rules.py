@@ -12,6 +12,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from jax.extend.core import Literal
+
 from shardlib.step._examples import (
     Coupling,
     Fact,
@@ -102,7 +105,8 @@ def _of_sums(equation: Any, operands: list[Fact], totals: list[Fact]) -> Fact:
     if name in ADDITIVE:
         return replace(first, scaled=all(fact.scaled for fact in totals))
     if _scales(name, operands, totals):
-        return replace(first, scaled=True)
+        divisor = 0.0 if first.scaled else _divisor(equation)
+        return replace(first, scaled=True, divisor=divisor)
     # The first operand of a selection chooses among the others.
     if name == "select_n" and not operands[0].total:
         return first
@@ -126,6 +130,21 @@ def _scales(name: str, operands: list[Fact], totals: list[Fact]) -> bool:
     return name == "div" and bool(operands[0].total)
 
 
+def _divisor(equation: Any) -> float:
+    """The number by which an operation divides its first operand, or 0 if that is not known."""
+    factor = equation.invars[-1]
+    if not isinstance(factor, Literal) or np.ndim(factor.val) or not factor.val:
+        return 0.0
+    if equation.primitive.name == "div":
+        return float(factor.val)
+    if equation.primitive.name == "mul":
+        divisor = 1 / float(factor.val)
+        # The inverse of a whole number was rounded.
+        nearest = round(divisor)
+        return float(nearest) if abs(divisor - nearest) < 1e-5 * divisor else divisor
+    return 0.0
+
+
 def reduced_over(equation: Any, fact: Fact) -> Fact:
     """What a reduction makes of an array: still rows, a total, or a coupling.
 
@@ -139,7 +158,9 @@ def reduced_over(equation: Any, fact: Fact) -> Fact:
     if not fact.dims & axes or any(map(has_row, kept)):
         return replace(fact, rows=kept)
     if name == "reduce_sum":
-        return Fact(total="sum", scaled=False, reduced=line_of(equation))
+        shape = equation.invars[0].aval.shape
+        summed = math.prod(shape[axis] for axis in axes)
+        return Fact(total="sum", scaled=False, summed=summed, reduced=line_of(equation))
     # A maximum of maxima over devices is that of the whole batch.
     if name in EXTREMES:
         return Fact(total=EXTREMES[name], reduced=line_of(equation))

@@ -49,6 +49,8 @@ class Fact:
     single: bool = False  # it belongs to one example, of which a loop takes one after the other
     total: str = ""  # the kind of reduction over examples that it is: "sum", "max" or "min"
     scaled: bool = True  # of a sum, whether it has been divided or multiplied
+    summed: int = 0  # how many elements a sum is of, if that is known
+    divisor: float = 0.0  # the constant by which a sum was divided, if that is all that was done
     reduced: str = ""  # the line of that reduction
     coupled: Coupling | None = None
 

@@ -48,12 +48,14 @@ class Returned(NamedTuple):
         means: the loss and the metrics by name, each as a total with its weight.
         streams: the model's random streams after the call.
         rest: the model's other state after the call.
+        reassigned: the parameters that are other arrays after the call, by path.
     """
 
     out: Any
     means: dict[str, WeightedMean]
     streams: Any
     rest: Any
+    reassigned: dict[str, Any]
 
 
 def call_loss(
@@ -80,12 +82,23 @@ def call_loss(
     model = layout.definition.merge(params, streams, rest)
     out = check.called("train_step", "loss_fn", loss_fn, model, batch, key)
     means = as_means(out, jax.tree.leaves(batch)[0].shape[0])
-    after = layout.definition.state_of(model)
+    parts = layout.definition.taken_apart(model)
+    after = parts.streams, parts.rest
     # The state of a step is the argument of the next, and of one compiled program.
     _check_structure((streams, rest), after)
     # Keys know which examples they draw for only inside the step: the state holds ordinary ones.
     streams, rest = jax.tree.map(lambda x: plain_keys(x) if is_key(x) else x, after)
-    return Returned(out, means, streams, rest)
+    return Returned(out, means, streams, rest, _reassigned(params, parts.params))
+
+
+def _reassigned(before: Any, after: Any) -> dict[str, Any]:
+    """The leaves of a tree that are other arrays afterwards, by path."""
+    now = dict(named_leaves(after))
+    changed = {}
+    for path, leaf in named_leaves(before):
+        if path in now and now[path] is not leaf:
+            changed[path] = now[path]
+    return changed
 
 
 def check_arguments(loss_fn: LossFunction) -> None:

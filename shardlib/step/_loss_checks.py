@@ -27,13 +27,14 @@ from shardlib.layouts._checkpoint_policies import (
 from shardlib.layouts._remat_parts import SCORES
 from shardlib.layouts._remat_policy import Remat
 from shardlib.layouts._rules import EXPERTS
-from shardlib.layouts._specs import axes_within, spec_axes
+from shardlib.layouts._specs import axes_within, parts_over, spec_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys
-from shardlib.step._coupled import describe_coupled, facts
+from shardlib.step._coupled import Split, describe_coupled, facts
 from shardlib.step._examples import CONSTANT, with_examples
 from shardlib.step._loss import Returned
 from shardlib.step._promoted_products import describe_widened, widened
+from shardlib.step._reassigned import is_computed
 from shardlib.step._state import combine
 from shardlib.step._strategy import Strategy
 from shardlib.step._varying import describe_varying, sends_between, varying_outputs
@@ -73,6 +74,44 @@ def check_loss(
     state = [*named_leaves(streams), *named_leaves(rest)]
     if not _is_worth_tracing(strategy, state):
         return
+    traced = _trace(call, arguments, (trained, frozen), rest, first)
+    _check_traced(traced, strategy)
+    scope = current_scope()
+    if scope is not None and scope.used is not None:
+        mesh = jax.sharding.get_abstract_mesh()
+        scope.used.losses[:] = [TracedLoss(traced.jaxpr.jaxpr, mesh)]
+
+
+def check_evaluated(
+    call: Callable[..., Returned],
+    arguments: Callable[..., Any],
+    parameters: Any,
+    rest: Any,
+    first: Any,
+    strategy: Strategy,
+) -> None:
+    """Warn of values of an evaluation that are not means over examples.
+
+    Arguments are those of `check_loss`. What the loss makes of the state is not looked at: an
+    evaluation forgets it.
+    """
+    if not _batch_is_split(strategy):
+        return
+    nothing = jax.tree.map(lambda _: None, parameters)
+    traced = _trace(call, arguments, (parameters, nothing), rest, first)
+    _warn_of_coupled_examples(traced, strategy)
+
+
+def _trace(
+    call: Callable[..., Returned],
+    arguments: Callable[..., Any],
+    parameters: tuple[Any, Any],
+    rest: Any,
+    first: Any,
+) -> "_TracedLoss":
+    """Trace a loss with whole parameters, trained and frozen, and some examples."""
+    number, examples = first
+    streams = arguments(rest, number, examples)[0]
 
     def after(params: Any, frozen_params: Any, rest: Any, examples: Any) -> Any:
         returned = call(combine(params, frozen_params), *arguments(rest, number, examples))
@@ -80,25 +119,24 @@ def check_loss(
             (returned.streams, returned.rest),
             _values_returned(returned.out),
             returned.means["loss"].total,
+            returned.reassigned,
         )
 
     # Under the mesh of the step, so that the step need not trace the loss again.
     mesh = jax.sharding.get_abstract_mesh()
-    whole = jax.tree.map(lambda parameter: _on(mesh, parameter.whole), (trained, frozen))
-    jaxpr, (_, values, _) = jax.make_jaxpr(after, return_shape=True)(*whole, rest, examples)
-    traced = _TracedLoss(
+    whole = jax.tree.map(lambda parameter: _on(mesh, parameter.whole), parameters)
+    jaxpr, (_, values, _, reassigned) = jax.make_jaxpr(after, return_shape=True)(
+        *whole, rest, examples
+    )
+    return _TracedLoss(
         jaxpr=jaxpr,
-        parameters=jax.tree.leaves((trained, frozen)),
+        parameters=jax.tree.leaves(parameters),
         rest=named_leaves(rest),
         examples=jax.tree.leaves(examples),
-        state=state,
+        state=[*named_leaves(streams), *named_leaves(rest)],
         values=values,
+        reassigned=list(reassigned),
     )
-    _check_traced(traced, strategy)
-    scope = current_scope()
-    if scope is not None and scope.used is not None:
-        mesh = jax.sharding.get_abstract_mesh()
-        scope.used.losses[:] = [TracedLoss(jaxpr.jaxpr, mesh)]
 
 
 def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:
@@ -112,6 +150,7 @@ def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:
     if strategy.data_axes and traced.state:
         _check_state(traced, strategy)
     _warn_of_wide_products(traced, strategy)
+    _warn_of_assignments(traced)
     _warn_of_coupled_examples(traced, strategy)
 
 
@@ -120,7 +159,7 @@ class _TracedLoss:
     """A traced loss, and what its inputs and outputs are.
 
     Its inputs are the parameters, `rest` and the examples, in this order; its outputs `state`,
-    `values` and the total.
+    `values`, the total, and each parameter of `reassigned` as it is after the loss.
     """
 
     jaxpr: Any
@@ -129,6 +168,7 @@ class _TracedLoss:
     examples: list[Any]
     state: list[tuple[str, Any]]
     values: list["_Value"]
+    reassigned: list[str]
 
 
 def _is_worth_tracing(strategy: Strategy, state: list[Any]) -> bool:
@@ -222,19 +262,51 @@ def _warn_of_wide_products(traced: _TracedLoss, strategy: Strategy) -> None:
         warn((describe_widened(wide, compute),))
 
 
+def _warn_of_assignments(traced: _TracedLoss) -> None:
+    """Warn of parameters that the loss assigns to, which a step does not keep."""
+    paths = sorted(traced.reassigned)
+    jaxpr = traced.jaxpr.jaxpr
+    # A dict is flattened in the order of its keys.
+    outputs = jaxpr.outvars[len(jaxpr.outvars) - len(paths) :]
+    lost = []
+    for path, output in zip(paths, outputs, strict=True):
+        if is_computed(jaxpr, output):
+            lost.append(path)
+    if lost:
+        remark = (
+            f"The loss assigns to {listed(lost[:3])}, and the step does not keep that: after it, a "
+            "parameter is what the optimizer makes of it. If the loss is to change it, make it "
+            "state that is no parameter: an `nnx.Variable` of a class of its own, a collection of "
+            "Linen other than `params`, or say which leaves are parameters, "
+            "`sl.init(..., trainable=...)`."
+        )
+        warn((remark,))
+
+
 def _warn_of_coupled_examples(traced: _TracedLoss, strategy: Strategy) -> None:
-    """Warn of the first value that is not a mean over examples."""
+    """Warn of values that are not means over examples."""
     if not _batch_is_split(strategy):
         return
     # Parameters and state are the same for all examples, whatever they are laid out like.
     given = [CONSTANT] * (len(traced.parameters) + len(traced.rest))
     given += [with_examples(leaf.shape) for leaf in traced.examples]
-    known = facts(traced.jaxpr, given, _split_axes(strategy))[len(traced.state) :]
+    axes = _split_axes(strategy)
+    known = facts(traced.jaxpr, given, axes)[len(traced.state) :]
+    examples = traced.examples[0].shape[0] if traced.examples[0].shape else 1
+    devices = parts_over(strategy.device_mesh.shape, axes)
+    split = Split(examples, devices, strategy.microbatches)
+    remarks = {}
     for value, fact in zip(traced.values, known, strict=False):
-        remark = describe_coupled(value.name, fact, value.weighted, strategy.microbatches)
+        remark = describe_coupled(value.name, fact, value.weighted, split)
         if remark:
-            warn((remark,))
-            return  # more often than not, other remarks have the same cause
+            remarks[value.name] = remark
+    if not remarks:
+        return
+    # One remark is enough: more often than not, the others have the same cause.
+    remark, others = next(iter(remarks.values())), list(remarks)[1:]
+    if others:
+        remark += f" Look at {listed(others)} too."
+    warn((remark,))
 
 
 def _on(mesh: AbstractMesh, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -63,8 +63,15 @@ def check_layout(layout: Layout, strategy: Strategy) -> None:
     same_fields = (made_for.mesh, made_for.dcn) == (strategy.mesh, strategy.dcn)
     same_mesh = same_fields or made_for.device_mesh == strategy.device_mesh
     if not same_mesh or made_for.rules != strategy.rules:
+        differ = []
+        for name in ("mesh", "dcn", "rules"):
+            theirs, ours = getattr(made_for, name), getattr(strategy, name)
+            if theirs != ours:
+                there, here = check.shown(theirs), check.shown(ours)
+                differ.append(f"`{name}` is {there} there and {here} here")
         raise ValueError(
-            f"The state was made for {made_for}; the step is for {strategy}. Use one strategy."
+            "The state was made for another strategy than the step's: "
+            f"{' and '.join(differ)}. Use one strategy; a checkpoint may be read into another."
         )
     if made_for.exchange.axes or strategy.exchange.axes:
         # How the errors of an exchange are laid out depends on all of these.

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
@@ -250,10 +251,24 @@ def _of_dot(equation: Any) -> int:
 
 
 def _of_convolution(equation: Any) -> int:
-    kernel = equation.invars[1].aval
-    # Each result is a sum over the kernel's inputs and places, those beside the array too.
-    out_features = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
-    return 2 * equation.outvars[0].aval.size * (kernel.size // out_features)
+    """Each result is a sum over the kernel's inputs and taps, those beside the array too.
+
+    Taps at the zeros that dilation puts between elements of the array do not count: the gradient of
+    a convolution with strides has many.
+    """
+    kernel, out = equation.invars[1].aval, equation.outvars[0].aval
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    flops = 2 * out.size * kernel.shape[numbers.rhs_spec[1]]
+    for k, (kernel_dim, out_dim) in enumerate(
+        zip(numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    ):
+        results = np.arange(out.shape[out_dim]) * params["window_strides"][k]
+        taps = np.arange(kernel.shape[kernel_dim]) * params["rhs_dilation"][k]
+        places = results[:, None] + taps - params["padding"][k][0]
+        elements = int((places % params["lhs_dilation"][k] == 0).sum())
+        flops = flops * elements // out.shape[out_dim]
+    return flops
 
 
 def _of_ragged_dot(equation: Any) -> int:
