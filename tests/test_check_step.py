@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -663,3 +663,32 @@ def test_trainable_parameters_of_8_bits_are_refused_unless_frozen():
     stepped(right, make_model=few, strategy=dataclasses.replace(STRATEGY, frozen=("scale",)))
     with pytest.raises(ValueError, match=r"nothing to move.*returned a model without arrays"):
         stepped(right, make_model=dict)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mesh": "data=8"}, r"name the meshes to compare in a list"),
+        ({"zeros": 3}, "unexpected keyword argument 'zeros'"),
+        ({"steps": "2"}, r"steps='2'\)` takes a number of steps"),
+        ({"steps": True}, "takes a number of steps"),
+        ({"steps": 0}, "takes a number of steps"),
+        ({"accumulate": []}, r"accumulate=\[\]\)` takes a number of microbatches"),
+        ({"accumulate": 1.5}, "takes a number of microbatches"),
+        ({"meshes": "data=8"}, "takes a list of meshes"),
+        ({"rules": "data"}, "takes `AxisRules`"),
+        ({"optimizer": None}, "takes an optax optimizer"),
+        ({"make_model": {"w": 1}}, "takes a function that makes the model"),
+        ({"loss_fn": None}, "takes a function of model, batch and key"),
+    ],
+)
+def test_check_step_refuses_bad_arguments_by_name(changed, message):
+    given = dict(make_model=make, optimizer=optax.sgd(0.1), loss_fn=right, batch=BATCH, rules=RULES)
+    with pytest.raises((ValueError, TypeError), match=message):
+        sl.testing.check_step(**{**given, "meshes": WHERE, **changed})
+
+
+def test_a_linen_module_is_no_model():
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    with pytest.raises(ValueError, match=r"module of Linen, `Dense`.*`module.init\(key, x\)`"):
+        sl.init(lambda: linen.Dense(3), optax.sgd(0.1), strategy)

@@ -267,3 +267,11 @@ def test_estimate_is_close_to_the_compiled_program(remat):
     )
     assert sum(guess.kinds.values()) == pytest.approx(kept, rel=0.10)
     assert guess.total_bytes == pytest.approx(found.memory.total_bytes, rel=0.25)
+
+
+def test_estimates_refuse_what_would_be_ignored():
+    decoder = sl.planning.Decoder(layers=2, width=96, heads=12, sequence=64, vocab=1000)
+    with pytest.raises(ValueError, match="tensor=7.*does not divide the 12 heads"):
+        sl.estimate(decoder, examples=4, parallelism=sl.planning.Parallelism(tensor=7))
+    with pytest.raises(ValueError, match="only a step of training has microbatches"):
+        sl.estimate(decoder, examples=4, training=False, accumulate=2)

@@ -93,6 +93,11 @@ def _take_tree_apart(model: Any, trainable: Any) -> tuple[ModelParts, dict[str, 
 
     `params` and `rest` have the tree's structure, each with None in place of the other's leaves.
     """
+    if isinstance(model, linen.Module):
+        raise ValueError(
+            f"The model is a module of Linen, `{type(model).__name__}`, which has no parameters "
+            "itself: return its variables, `module.init(key, x)`."
+        )
     # Checked first: what Flax knows of a module is lost as soon as JAX takes it apart.
     refuse_modules_in_trees(model)
     leaves = named_leaves(model, is_leaf=is_box)

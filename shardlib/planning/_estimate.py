@@ -162,6 +162,15 @@ class Parallelism:
         check.assign(self, data=data, tensor=tensor, zero=zero)
 
 
+def _check_tensor(decoder: Decoder, tensor: int) -> None:
+    """Refuse devices that could not share the heads of a layer evenly."""
+    if decoder.heads % tensor:
+        raise ValueError(
+            f"`Parallelism(tensor={tensor})` does not divide the {decoder.heads} heads of the "
+            "decoder."
+        )
+
+
 def estimate(
     decoder: Decoder,
     *,
@@ -201,8 +210,14 @@ def estimate(
     check.choice("estimate", "optimizer", optimizer, OPTIMIZERS)
     names = kept_names(recompute, decoder)
     check.boolean("estimate", "training", training)
+    if not training and accumulate > 1:
+        raise ValueError(
+            f"`estimate(training=False, accumulate={accumulate})`: only a step of training has "
+            "microbatches. Leave `accumulate` out."
+        )
     sizes = itemsizes or ItemSizes()
     shared = parallelism or Parallelism()
+    _check_tensor(decoder, shared.tensor)
 
     modules = decoder.modules(examples, sizes.compute, shared.tensor)
     if recompute == Remat():

@@ -275,6 +275,20 @@ class Batches(Iterator[Any]):
                     "it is iterated, and does not end before."
                 )
 
+    def _describe_uneven(self, path: str, leaf: Any, error: ValueError) -> str:
+        """The error for an array of a batch that cannot be put on the mesh."""
+        sizes, axes = self.strategy.device_mesh.shape, self.strategy.batch_axes
+        told = f"`{path or 'the batch'}` of shape {leaf.shape} does not split over "
+        told += product_text(sizes, axes)
+        # Each process gives the examples of its own devices.
+        parts = max(1, parts_over(sizes, axes) // jax.process_count())
+        if leaf.ndim and leaf.shape[0] % parts == 0:
+            return f"{told}: {error}"
+        return (
+            f"{told}: give a multiple of {parts} examples. A last batch that is smaller may be "
+            "filled up with examples that a mask leaves out of `sl.weighted_mean(total, weight)`."
+        )
+
     def _on_mesh(self, batch: Any) -> Any:
         """The batch as arrays on the mesh, of which this process gives its rows."""
         sharding = batch_sharding(self.strategy)
@@ -294,10 +308,7 @@ class Batches(Iterator[Any]):
                 copied = np.array(numbers, copy=True)
                 on_mesh = jax.make_array_from_process_local_data(sharding, copied)
             except ValueError as error:
-                raise ValueError(
-                    f"`{path or 'the batch'}` of shape {leaf.shape} does not split over the axes "
-                    f"{self.strategy.batch_axes}: {error}"
-                ) from error
+                raise ValueError(self._describe_uneven(path, leaf, error)) from error
             if is_key(leaf):
                 return jax.random.wrap_key_data(on_mesh, impl=jax.random.key_impl(leaf))
             return on_mesh

@@ -334,13 +334,13 @@ class State:
 
 def _check_weights(given: dict[str, Any], parameters: dict[str, Any]) -> None:
     """Refuse weights, by path, that are not those of a model with these parameters."""
-    # In the order of the parameters, and then in that of the weights.
-    for path in (*parameters, *given):
-        if path not in given or path not in parameters:
-            raise ValueError(
-                "`with_weights` takes a tree as the model's parameters are; "
-                f"`{path}` is in one alone."
-            )
+    takes = "`with_weights` takes a tree like the model's parameters"
+    for path in parameters:
+        if path not in given:
+            raise ValueError(f"{takes}: the parameter `{path}` is not among the weights.")
+    for path in given:
+        if path not in parameters:
+            raise ValueError(f"{takes}: the model has no parameter `{path}`.")
     for path, leaf in parameters.items():
         check_arrays.array("with_weights", path, given[path])
         if given[path].shape != leaf.shape:

@@ -167,9 +167,8 @@ class Strategy:
 
         What does not go together is mostly found out later, when the axes of the mesh are known.
         """
-        check.kind(
-            "Strategy", "rules", self.rules, AxisRules, "`AxisRules`, such as `sl.rules.data`"
-        )
+        takes = "`AxisRules`, such as `sl.rules.data`; of a dict, `sl.AxisRules(**rules)`"
+        check.kind("Strategy", "rules", self.rules, AxisRules, takes)
         takes = 'text such as `"data=2,model=4"`, or a mesh: `sl.make_mesh(...)`'
         check.kind("Strategy", "mesh", self.mesh, str | Mesh, takes)
         takes = 'text: `"pod"`, or `"data=2"` for a factor of an axis'

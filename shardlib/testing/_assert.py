@@ -281,6 +281,11 @@ def _plan(step: Any, state: Any, batch: Any, target: str | Target | None) -> Pla
         batch: the batch it takes.
         target: the machine to compile for; by default the one at hand.
     """
-    if isinstance(step, Plan):
-        return step
-    return plan(step, state, batch, target)
+    if not isinstance(step, Plan):
+        return plan(step, state, batch, target)
+    if any(given is not None for given in (state, batch, target)):
+        raise ValueError(
+            f"What is given first is a plan already, for {step.target}: leave `state`, `batch` and "
+            "`target` out, or give the step in its place."
+        )
+    return step

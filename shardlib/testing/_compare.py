@@ -9,7 +9,7 @@ from one device is measured in `_oracle`.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import jax
@@ -129,12 +129,24 @@ def check_step(
     ... # doctest: +ELLIPSIS
     [Comparison(mesh='data=8,model=1', accumulate=1, loss=...)]
     """
-    if isinstance(meshes, str) or steps < 1:
-        raise ValueError("`check_step` takes a list of meshes, and takes at least one step.")
+    check.function("check_step", "make_model", make_model, "a function that makes the model")
+    check.function("check_step", "loss_fn", loss_fn, "a function of model, batch and key")
+    check.kind("check_step", "rules", rules, AxisRules, "`AxisRules`, such as `sl.rules.data`")
+    if not hasattr(optimizer, "update"):
+        raise check.refusal("check_step", "optimizer", optimizer, "an optax optimizer")
+    steps = check.whole("check_step", "steps", steps, "a number of steps", least=1)
+    takes = 'a list of meshes, such as `["data=8"]`, or None for all of them'
+    if isinstance(meshes, str):
+        raise check.refusal("check_step", "meshes", meshes, takes)
+    check.kind("check_step", "meshes", meshes, Iterable, takes, optional=True)
+    _check_options(options)
     trainable = options.pop("trainable", None)
     microbatches = options.pop("accumulate", 1)
     if isinstance(microbatches, int | np.integer):
         microbatches = [int(microbatches)]
+    takes = "a number of microbatches, or a list of such numbers"
+    if not isinstance(microbatches, list | tuple) or not microbatches:
+        raise check.refusal("check_step", "accumulate", microbatches, takes)
     if tolerance is not None and not _is_tolerance(tolerance):
         raise ValueError(
             f"`check_step(tolerance={tolerance!r})` takes a number from 0 up, or None."
@@ -166,6 +178,22 @@ def check_step(
     return comparisons
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that are no fields of a strategy, and its mesh, for which there is `meshes`."""
+    if "mesh" in options:
+        raise ValueError(
+            f"`check_step(mesh={check.shown(options['mesh'])})`: name the meshes to compare in a "
+            "list, `meshes=[...]`."
+        )
+    known = {field.name for field in fields(Strategy)} | {"trainable"}
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"check_step() got an unexpected keyword argument {name!r}; options are "
+                "`trainable` and fields of `sl.Strategy`."
+            )
+
+
 def _strategy_of(shape: str, rules: AxisRules, options: Mapping[str, Any]) -> Strategy:
     """The strategy on a mesh, which has the first devices if it needs fewer than there are."""
     # A strategy that is given a mesh takes no `dcn`: it lays its own text out over slices.
@@ -192,7 +220,8 @@ def _compared(experiment: Experiment, strategy: Strategy, expected: Any) -> Comp
 
 def _is_tolerance(value: Any) -> bool:
     """Whether something is a finite number from zero up, and no bool."""
-    return type(value) in (int, float) and 0 <= value < math.inf
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return is_number and 0 <= value < math.inf
 
 
 def _default_shapes(axes: tuple[str, ...], rules: AxisRules, schedule: Any) -> list[str]:
