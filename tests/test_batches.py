@@ -179,7 +179,10 @@ def test_batches_refuse_a_source_that_is_no_iterable_of_batches(source, message)
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"x": np.ones((6, 2))}, r"`x` of shape \(6, 2\) does not split over `?data`?.*give a multiple of"),
+        (
+            {"x": np.ones((6, 2))},
+            r"`x` of shape \(6, 2\) does not split over `?data`?.*give a multiple of",
+        ),
         ({"x": np.ones((8, 2)), "y": 3}, "`y` of the batch is a int"),
     ],
 )

@@ -304,5 +304,5 @@ def test_a_state_of_another_strategy_is_refused_whatever_the_target():
 def test_a_plan_is_asserted_of_without_another_target():
     step, state, batch = step_of("none")
     made = sl.plan(step, state, batch, "cpu:8")
-    with pytest.raises(ValueError, match="a plan already, for 8 cpu devices"):
+    with pytest.raises(ValueError, match="a plan already, for cpu:8: leave"):
         sl.testing.assert_memory(made, at_most={"parameters": 2**30}, target="tpu:v5e:2x4")

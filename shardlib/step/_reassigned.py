@@ -39,12 +39,13 @@ def _computes(equation: Any, place: int) -> bool:
     functions = list(map(open_jaxpr, held_functions(equation)))
     if not functions:
         return True
-    dtype = equation.outvars[place].aval.dtype
+    result: Any = equation.outvars[place]
+    dtype = result.aval.dtype
     for function in functions:
         # The condition of a loop gives something else than its body.
         if len(function.outvars) != len(equation.outvars):
             continue
-        output = function.outvars[place]
+        output: Any = function.outvars[place]
         if output.aval.dtype == dtype and is_computed(function, output):
             return True
     return False

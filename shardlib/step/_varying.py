@@ -224,6 +224,7 @@ def describe_varying(paths: Sequence[str]) -> str:
     return (
         f"The loss changes state of the model from the examples at hand: {listed(paths)}. It would "
         "differ from device to device. Compute it from the whole batch: `sl.batch_mean(x)` and "
-        '`sl.gather_batch(x)`, or give a layer of Flax the axis, `BatchNorm(..., axis_name="batch")`. '
+        "`sl.gather_batch(x)`, or give a layer of Flax the axis, "
+        '`BatchNorm(..., axis_name="batch")`. '
         "This holds on one device too, so that a model trains the same on any number of them."
     )

@@ -179,7 +179,7 @@ def check_step(
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that are no fields of a strategy, and its mesh, for which there is `meshes`."""
+    """Refuse options that are no fields of a strategy, and `mesh` in place of `meshes`."""
     if "mesh" in options:
         raise ValueError(
             f"`check_step(mesh={check.shown(options['mesh'])})`: name the meshes to compare in a "
@@ -221,7 +221,7 @@ def _compared(experiment: Experiment, strategy: Strategy, expected: Any) -> Comp
 def _is_tolerance(value: Any) -> bool:
     """Whether something is a finite number from zero up, and no bool."""
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    return is_number and 0 <= value < math.inf
+    return is_number and bool(0 <= value < math.inf)
 
 
 def _default_shapes(axes: tuple[str, ...], rules: AxisRules, schedule: Any) -> list[str]:
