@@ -129,7 +129,9 @@ def check_step(
     ... # doctest: +ELLIPSIS
     [Comparison(mesh='data=8,model=1', accumulate=1, loss=...)]
     """
-    check.function("check_step", "make_model", make_model, "a function that makes the model")
+    if not callable(make_model):
+        takes = "a function that makes the model"
+        raise check.refusal("check_step", "make_model", make_model, takes)
     check.function("check_step", "loss_fn", loss_fn, "a function of model, batch and key")
     check.kind("check_step", "rules", rules, AxisRules, "`AxisRules`, such as `sl.rules.data`")
     if not hasattr(optimizer, "update"):
