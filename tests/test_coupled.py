@@ -317,6 +317,24 @@ def test_sum_over_a_part_divided_by_the_whole_batch_is_warned_about(loss):
     assert not traced(of_examples_at_hand) and not traced(of_examples_at_hand, accumulating)
 
 
+def means_of_eight_features(model, x, key):
+    """Sums over other dims, which are as many as the parts of the batch."""
+    features = jnp.tanh(x @ jnp.tile(model["w"], (1, 3))[:, :8])
+    return jnp.sum(features**2, -1).sum() / features.size, {
+        "by dot": jnp.vdot(features, features) / features.size,
+        "in a loop": lax.scan(lambda total, row: (total + row.sum(), None), 0.0, features)[0]
+        * (1 / features.size),
+        "nan": jnp.sum(features) * jnp.nan,
+        "complex": jnp.real(jnp.sum(jnp.fft.fft(features)) * (2 - 1j)) / x.shape[0],
+    }
+
+
+def test_mean_over_as_many_features_as_parts_is_not_warned_about():
+    assert not traced(means_of_eight_features)
+    one_example_each = sl.Strategy(mesh="data=8", rules=sl.rules.data, accumulate=2)
+    assert not traced(means_of_eight_features, one_example_each)
+
+
 def two_wrong_metrics(model, x, key):
     error = jnp.mean(y(model, x) ** 2, -1)
     return error.mean(), {"largest": error.max(), "perplexity": jnp.exp(error.mean())}

@@ -241,6 +241,12 @@ def test_flops_of_strided_convolutions_count_no_zeros_between_elements():
     found = flops_of(traced)
     forward = 2 * (2 * 8 * 8 * 8) * 9 * 4
     assert found.forward + found.backward == 3 * forward
+    # Kernels as long as the sequence, and longer than it.
+    along = lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, (1,), "SAME")
+    shapes = (jax.ShapeDtypeStruct((1, 1, 2**20), "float32"),) * 2
+    assert flops_of(jax.make_jaxpr(along)(*shapes)).forward == 2 * 2**40
+    empty = lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, (1,), "VALID")
+    assert flops_of(jax.make_jaxpr(empty)(jnp.ones((1, 1, 2)), jnp.ones((1, 1, 5)))).forward == 0
 
 
 def test_kinds_of_memory_do_not_depend_on_names_of_the_model():

@@ -533,7 +533,7 @@ def test_loss_that_changes_the_structure_of_the_state_is_refused():
 
 def test_train_step_refuses_a_state_of_another_strategy_or_no_optimizer():
     state = sl.init(make(), optax.sgd(0.1), sl.Strategy(mesh="data=8,model=1", rules=RULES))
-    with pytest.raises(ValueError, match="state was made for .*data=8.*step is for .*data=4"):
+    with pytest.raises(ValueError, match="`mesh` is .*data=8,model=1.* there and .*data=4.* here"):
         sl.train_step(plain_loss, STRATEGY)(state, BATCH)
     with pytest.raises(ValueError, match="no optimizer"):
         sl.train_step(plain_loss, STRATEGY)(sl.init(make(), None, STRATEGY), BATCH)

@@ -150,6 +150,7 @@ _KIND_OF_FIELD = {
     "errors": "optimizer state",
     "kept": "optimizer state",
     "rest": "other state",
+    "streams": "other state",
 }
 
 

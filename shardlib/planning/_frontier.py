@@ -25,7 +25,7 @@ from shardlib.machine._targets import Target
 from shardlib.planning._activations import loops_of_step, products_scale
 from shardlib.planning._compiled_step import Machine, compile_step
 from shardlib.planning._frontier_picture import picture
-from shardlib.planning._machine import check_planned, checked_target, memory_limit, on_target
+from shardlib.planning._machine import check_planned, checked_target, on_target
 from shardlib.step._remat_budget import Layers
 from shardlib.step._state import State
 from shardlib.step._step import Step, with_remat
@@ -73,8 +73,10 @@ class Frontier(Shown):
         `memory` is what it may take of a device, in bytes or as `"14GiB"`; by default all that the
         target has for a step.
         """
-        given = memory_limit("Frontier.fitting", memory, self.usable_bytes)
-        most = self.usable_bytes if given is None else given
+        most = self.usable_bytes
+        if memory is not None:
+            takes = 'the bytes that a step may take: a number, or text such as `"14GiB"`'
+            most = check.size("Frontier.fitting", "memory", memory, takes)
         fitting = [point for point in self.points if point.total_bytes <= most]
         if not fitting:
             least = human_bytes(self.points[0].total_bytes)

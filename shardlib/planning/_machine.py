@@ -43,7 +43,7 @@ def check_planned(function: str, step: Any, state: Any, cache: Any) -> None:
     check.kind(function, "cache", cache, str | os.PathLike, "a folder", optional=True)
 
 
-def memory_limit(function: str, memory: Any, usable: float) -> int | None:
+def memory_limit(function: str, memory: Any, device_bytes: float) -> int | None:
     """What a caller says that a step may take of a device, in bytes; None if nothing is said.
 
     More than a device of the target has is refused: a program that takes it does not fit.
@@ -52,10 +52,10 @@ def memory_limit(function: str, memory: Any, usable: float) -> int | None:
         return None
     takes = 'the bytes that a step may take: a number, or text such as `"14GiB"`'
     given = check.size(function, "memory", memory, takes)
-    if given > usable:
+    if given > device_bytes:
         raise ValueError(
-            f"`{function}(memory={memory!r})`: a step may take at most {human_bytes(usable)} of a "
-            "device of this target."
+            f"`{function}(memory={memory!r})`: a device of this target has "
+            f"{human_bytes(device_bytes)}."
         )
     return given
 

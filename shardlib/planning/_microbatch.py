@@ -120,8 +120,8 @@ def largest_microbatch(
         )
     step, state = on_target(step, state, machine)
     compiled_for = Machine.of(step.strategy.device_mesh, machine)
-    usable = compiled_for.chip.usable_bytes
-    limit = memory_limit("largest_microbatch", memory, usable) or _limit(compiled_for)
+    device_bytes = compiled_for.chip.hbm_bytes
+    limit = memory_limit("largest_microbatch", memory, device_bytes) or _limit(compiled_for)
     examples = _examples_of_device(step, batch)
 
     # The batch stays as it is: what differs is only in how many parts a device takes its examples.

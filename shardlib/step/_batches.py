@@ -284,6 +284,8 @@ class Batches(Iterator[Any]):
         parts = max(1, parts_over(sizes, axes) // jax.process_count())
         if leaf.ndim and leaf.shape[0] % parts == 0:
             return f"{told}: {error}"
+        if not leaf.ndim:
+            return f"{told}: every array of a batch has the examples along dim 0."
         return (
             f"{told}: give a multiple of {parts} examples. A last batch that is smaller may be "
             "filled up with examples that a mask leaves out of `sl.weighted_mean(total, weight)`."

@@ -342,7 +342,7 @@ def describe_coupled(name: str, fact: Fact, weighted: bool, split: Split) -> str
             "`sl.weighted_mean(total, weight)`, whose totals are added up over devices and divided "
             "once, or a mean."
         )
-    elif fact.total == "sum" and not weighted and _is_of_whole_batch(fact, split):
+    elif not weighted and is_divided_by_whole_batch(fact, split):
         return (
             f"{subject} is a sum over the {split.examples} examples at hand, made at {line}, and "
             f"divided by {fact.divisor:g}, as the whole batch has. The step takes the mean of what "
@@ -363,8 +363,14 @@ def describe_coupled(name: str, fact: Fact, weighted: bool, split: Split) -> str
     )
 
 
-def _is_of_whole_batch(fact: Fact, split: Split) -> bool:
-    """Whether a sum over a part of the batch was divided by the size of the whole batch."""
+def is_divided_by_whole_batch(fact: Fact, split: Split) -> bool:
+    """Whether a sum over a part of the batch may have been divided by the size of the whole batch.
+
+    A sum over other dims, as many as there are parts, looks the same: whoever asks has to see that
+    the divisor does not grow with the examples at hand.
+    """
+    if fact.total != "sum" or not fact.divisor:
+        return False
     sizes = {fact.summed, split.examples}
     return fact.divisor not in sizes and fact.divisor in {split.times * size for size in sizes}
 

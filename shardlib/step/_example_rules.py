@@ -52,6 +52,9 @@ REDUCTIONS = {
 }
 
 
+_SMALLEST = 1e-30  # factor of a sum that may be the inverse of a number of examples
+
+
 def of_totals(equation: Any, operands: list[Fact]) -> Fact:
     """What is made of totals, perhaps together with what does not depend on examples.
 
@@ -131,18 +134,18 @@ def _scales(name: str, operands: list[Fact], totals: list[Fact]) -> bool:
 
 
 def _divisor(equation: Any) -> float:
-    """The number by which an operation divides its first operand, or 0 if that is not known."""
-    factor = equation.invars[-1]
-    if not isinstance(factor, Literal) or np.ndim(factor.val) or not factor.val:
+    """The whole number by which an operation divides a sum, or 0 if that is not known."""
+    name = equation.primitive.name
+    factors = [operand for operand in equation.invars if isinstance(operand, Literal)]
+    if name not in ("div", "mul") or len(factors) != 1:
         return 0.0
-    if equation.primitive.name == "div":
-        return float(factor.val)
-    if equation.primitive.name == "mul":
-        divisor = 1 / float(factor.val)
-        # The inverse of a whole number was rounded.
-        nearest = round(divisor)
-        return float(nearest) if abs(divisor - nearest) < 1e-5 * divisor else divisor
-    return 0.0
+    value = factors[0].val
+    if np.ndim(value) or np.iscomplexobj(value) or not _SMALLEST < abs(value) < 1 / _SMALLEST:
+        return 0.0
+    divisor = float(value) if name == "div" else 1 / float(value)
+    # The inverse of a whole number was rounded.
+    nearest = float(round(divisor))
+    return nearest if abs(divisor - nearest) < 1e-5 * abs(divisor) else 0.0
 
 
 def reduced_over(equation: Any, fact: Fact) -> Fact:

@@ -7,7 +7,7 @@ reductions. This file decides which of them apply, and says what they found.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -30,8 +30,8 @@ from shardlib.layouts._rules import EXPERTS
 from shardlib.layouts._specs import axes_within, parts_over, spec_axes
 from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys
-from shardlib.step._coupled import Split, describe_coupled, facts
-from shardlib.step._examples import CONSTANT, with_examples
+from shardlib.step._coupled import Split, describe_coupled, facts, is_divided_by_whole_batch
+from shardlib.step._examples import CONSTANT, Fact, with_examples
 from shardlib.step._loss import Returned
 from shardlib.step._promoted_products import describe_widened, widened
 from shardlib.step._reassigned import is_computed
@@ -136,7 +136,15 @@ def _trace(
         state=[*named_leaves(streams), *named_leaves(rest)],
         values=values,
         reassigned=list(reassigned),
+        with_twice_the_examples=lambda: _trace(
+            call, arguments, parameters, rest, (number, jax.tree.map(_twice, examples))
+        ),
     )
+
+
+def _twice(examples: jax.Array) -> jax.Array:
+    """Examples along dim 0, and the same again."""
+    return jnp.concatenate([examples, examples]) if examples.ndim else examples
 
 
 def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:
@@ -169,6 +177,7 @@ class _TracedLoss:
     state: list[tuple[str, Any]]
     values: list["_Value"]
     reassigned: list[str]
+    with_twice_the_examples: Callable[[], "_TracedLoss"]
 
 
 def _is_worth_tracing(strategy: Strategy, state: list[Any]) -> bool:
@@ -278,7 +287,8 @@ def _warn_of_assignments(traced: _TracedLoss) -> None:
             "parameter is what the optimizer makes of it. If the loss is to change it, make it "
             "state that is no parameter: an `nnx.Variable` of a class of its own, a collection of "
             "Linen other than `params`, or say which leaves are parameters, "
-            "`sl.init(..., trainable=...)`."
+            "`sl.init(..., trainable=...)`. Nothing is lost if every step sets it anew from the "
+            "parameter, as a weight norm does."
         )
         warn((remark,))
 
@@ -287,14 +297,13 @@ def _warn_of_coupled_examples(traced: _TracedLoss, strategy: Strategy) -> None:
     """Warn of values that are not means over examples."""
     if not _batch_is_split(strategy):
         return
-    # Parameters and state are the same for all examples, whatever they are laid out like.
-    given = [CONSTANT] * (len(traced.parameters) + len(traced.rest))
-    given += [with_examples(leaf.shape) for leaf in traced.examples]
     axes = _split_axes(strategy)
-    known = facts(traced.jaxpr, given, axes)[len(traced.state) :]
+    known = _facts_of_values(traced, axes)
     examples = traced.examples[0].shape[0] if traced.examples[0].shape else 1
     devices = parts_over(strategy.device_mesh.shape, axes)
     split = Split(examples, devices, strategy.microbatches)
+    if any(is_divided_by_whole_batch(fact, split) for fact in known):
+        known = _with_constant_divisors(known, traced, axes)
     remarks = {}
     for value, fact in zip(traced.values, known, strict=False):
         remark = describe_coupled(value.name, fact, value.weighted, split)
@@ -307,6 +316,32 @@ def _warn_of_coupled_examples(traced: _TracedLoss, strategy: Strategy) -> None:
     if others:
         remark += f" Look at {listed(others)} too."
     warn((remark,))
+
+
+def _facts_of_values(traced: _TracedLoss, axes: Sequence[str]) -> list[Fact]:
+    """What is known of the loss, its metrics and all outputs after them."""
+    # Parameters and state are the same for all examples, whatever they are laid out like.
+    given = [CONSTANT] * (len(traced.parameters) + len(traced.rest))
+    given += [with_examples(leaf.shape) for leaf in traced.examples]
+    return facts(traced.jaxpr, given, axes)[len(traced.state) :]
+
+
+def _with_constant_divisors(
+    known: list[Fact], traced: _TracedLoss, axes: Sequence[str]
+) -> list[Fact]:
+    """The same facts, without divisors that grow with the number of examples at hand.
+
+    Those are found out by tracing the loss once more, with twice as many examples.
+    """
+    try:
+        larger = _facts_of_values(traced.with_twice_the_examples(), axes)
+    except Exception:  # a loss may take one number of examples alone: nothing is claimed of it
+        return [replace(fact, divisor=0.0) for fact in known]
+    result = []
+    for fact, of_larger in zip(known, larger, strict=True):
+        is_constant = fact.divisor == of_larger.divisor
+        result.append(fact if is_constant else replace(fact, divisor=0.0))
+    return result
 
 
 def _on(mesh: AbstractMesh, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -63,15 +63,10 @@ def check_layout(layout: Layout, strategy: Strategy) -> None:
     same_fields = (made_for.mesh, made_for.dcn) == (strategy.mesh, strategy.dcn)
     same_mesh = same_fields or made_for.device_mesh == strategy.device_mesh
     if not same_mesh or made_for.rules != strategy.rules:
-        differ = []
-        for name in ("mesh", "dcn", "rules"):
-            theirs, ours = getattr(made_for, name), getattr(strategy, name)
-            if theirs != ours:
-                there, here = check.shown(theirs), check.shown(ours)
-                differ.append(f"`{name}` is {there} there and {here} here")
+        difference = _describe_difference(made_for, strategy, same_mesh)
         raise ValueError(
-            "The state was made for another strategy than the step's: "
-            f"{' and '.join(differ)}. Use one strategy; a checkpoint may be read into another."
+            f"The state was made for another strategy than the step's: {difference}. Use one "
+            "strategy; a checkpoint may be read into another."
         )
     if made_for.exchange.axes or strategy.exchange.axes:
         # How the errors of an exchange are laid out depends on all of these.
@@ -92,6 +87,22 @@ def check_layout(layout: Layout, strategy: Strategy) -> None:
             )
     check_sender(layout.optimizer, strategy)
     check_order(made_for, strategy, dict(layout.names))
+
+
+def _describe_difference(made_for: Strategy, strategy: Strategy, same_mesh: bool) -> str:
+    """How the meshes of two strategies differ, or else their rules."""
+    if not same_mesh:
+        there, here = (check.shown(each.mesh) for each in (made_for, strategy))
+        if there == here:
+            return f"`dcn` is {made_for.dcn!r} there and {strategy.dcn!r} here"
+        return f"`mesh` is {there} there and {here} here"
+    theirs, ours = made_for.rules, strategy.rules
+    for name in (*theirs, *ours):
+        if name not in theirs or name not in ours or theirs[name] != ours[name]:
+            there = check.shown(theirs[name]) if name in theirs else "missing"
+            here = check.shown(ours[name]) if name in ours else "missing"
+            return f"the rule for `{name}` is {there} there and {here} here"
+    return "the order of `rules` differs, or what is done with dims that they do not divide"
 
 
 def check_kept(params: Any, strategy: Strategy) -> None:

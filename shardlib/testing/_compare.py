@@ -117,8 +117,9 @@ def check_step(
         tolerance: see above.
         options: `trainable`, as `init` takes it, and other fields of `Strategy`, such as `remat`,
             `exchange` or `pipeline`. `accumulate` may be a list of numbers, each of which is tried
-            on each mesh. With `draws="by_mesh"` random numbers are not compared, and what is made
-            of them may differ.
+            on each mesh; statistics of the batch, as of a batch norm, differ then, since each
+            microbatch is a batch of its own. With `draws="by_mesh"` random numbers are not
+            compared, and what is made of them may differ.
 
     >>> import jax.numpy as jnp
     >>> rules = AxisRules(batch="data", embed=None, mlp="model")
@@ -147,7 +148,9 @@ def check_step(
     if isinstance(microbatches, int | np.integer):
         microbatches = [int(microbatches)]
     takes = "a number of microbatches, or a list of such numbers"
-    if not isinstance(microbatches, list | tuple) or not microbatches:
+    check.kind("check_step", "accumulate", microbatches, Iterable, takes)
+    microbatches = list(microbatches)
+    if not microbatches:
         raise check.refusal("check_step", "accumulate", microbatches, takes)
     if tolerance is not None and not _is_tolerance(tolerance):
         raise ValueError(

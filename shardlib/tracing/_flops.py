@@ -260,14 +260,18 @@ def _of_convolution(equation: Any) -> int:
     params = equation.params
     numbers = params["dimension_numbers"]
     flops = 2 * out.size * kernel.shape[numbers.rhs_spec[1]]
+    if not flops:
+        return 0
     for k, (kernel_dim, out_dim) in enumerate(
         zip(numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
     ):
+        # A tap meets an element where `result + tap - padding` is a multiple of the dilation.
+        dilation = params["lhs_dilation"][k]
         results = np.arange(out.shape[out_dim]) * params["window_strides"][k]
         taps = np.arange(kernel.shape[kernel_dim]) * params["rhs_dilation"][k]
-        places = results[:, None] + taps - params["padding"][k][0]
-        elements = int((places % params["lhs_dilation"][k] == 0).sum())
-        flops = flops * elements // out.shape[out_dim]
+        wanted = (params["padding"][k][0] - results) % dilation
+        of_residue = np.bincount(taps % dilation, minlength=dilation)
+        flops = flops * int(of_residue[wanted].sum()) // out.shape[out_dim]
     return flops
 
 

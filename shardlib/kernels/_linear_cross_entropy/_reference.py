@@ -287,11 +287,11 @@ class Chunk(NamedTuple):
 def chunk_size(vocab: int, wanted: int) -> int:
     """How many rows of a vocabulary are in a chunk, if about so many are wanted.
 
-    Chunks that do not overlap are best, if they have at least half as many rows.
+    Chunks that do not overlap are best, if they have at least three quarters as many rows.
     """
     most = max(128, wanted // 128 * 128)
     fewest = -(-vocab // most)
-    for count in range(fewest, 2 * fewest):
+    for count in range(fewest, fewest * 4 // 3 + 1):
         if vocab % (128 * count) == 0:
             return vocab // count
     # As little overlap as multiples of 128 allow.
