@@ -102,6 +102,10 @@ MEANS = {
     "all pairs": lambda m, x, key: jnp.mean(
         jax.nn.logsumexp(y(m, x) @ sl.gather_batch(y(m, x)).T, -1)
     ),
+    "all in another order": lambda m, x, key: jnp.mean((y(m, x)[::-1] - x[::-1, :3]) ** 2),
+    "a feature of each": lambda m, x, key: jnp.mean(
+        jnp.take_along_axis(y(m, x), jnp.zeros((x.shape[0], 1), int), 1) * x
+    ),
     "labels": lambda m, x, key: jnp.mean(
         optax.softmax_cross_entropy_with_integer_labels(y(m, x), jnp.argmax(x[:, :3], -1))
     ),
@@ -132,6 +136,10 @@ COUPLED = {
     "an order": lambda m, x, key: jnp.mean(jnp.sort(y(m, x), 0) * jnp.arange(x.shape[0])[:, None]),
     "differences of pairs": lambda m, x, key: jnp.mean((y(m, x)[:, None] - y(m, x)[None]) ** 2),
     "products of pairs": lambda m, x, key: jnp.mean(jax.nn.logsumexp(y(m, x) @ y(m, x).T, -1)),
+    "mixup": lambda m, x, key: jnp.mean(
+        (0.7 * y(m, x) + 0.3 * y(m, x)[(5 * np.arange(x.shape[0]) + 3) % x.shape[0]]) ** 2
+    ),
+    "a reverse order": lambda m, x, key: jnp.mean((y(m, x) - y(m, x)[::-1]) ** 2),
     "a softmax over examples": lambda m, x, key: jnp.mean(jax.nn.softmax(y(m, x), 0) * x[:, :3]),
     "a norm": lambda m, x, key: jnp.linalg.norm(y(m, x)),
     "a perplexity": lambda m, x, key: jnp.exp(jnp.mean(y(m, x))),

@@ -84,6 +84,13 @@ def _slice_or_pad(equation: Any, operands: list[Fact]) -> Fact:
     return resized(fact, equation.outvars[0].aval)
 
 
+def _rev(equation: Any, operands: list[Fact]) -> Fact:
+    """The same elements in the reverse order along some dims."""
+    (fact,) = operands
+    turned = fact.several & set(equation.params["dimensions"])
+    return replace(fact, moved=True) if turned else fact
+
+
 # Several arrays in one
 
 
@@ -166,7 +173,9 @@ def _gather(equation: Any, operands: list[Fact]) -> Fact:
         for dim in counting_dims:
             rows[dim] = ((shape[dim], True),)
     single = operand.single or indices.single
-    return with_rows(Fact(rows=(), single=single), tuple(rows))
+    picked = set(numbers.collapsed_slice_dims) & operand.several
+    moved = operand.moved or (indices.rows is None and bool(picked))
+    return with_rows(Fact(rows=(), single=single, moved=moved), tuple(rows))
 
 
 def _other_dims(rank: int, dims: Sequence[int]) -> list[int]:
@@ -383,7 +392,7 @@ MOVE_RULES: dict[str, Callable[[Any, list[Fact]], Fact | list[Fact]]] = {
     "slice": _slice_or_pad,
     "dynamic_slice": _slice_or_pad,
     "pad": _slice_or_pad,
-    "rev": _slice_or_pad,
+    "rev": _rev,
     "dynamic_update_slice": _slice_or_pad,
     "concatenate": _concatenate,
     "stack": _stack,

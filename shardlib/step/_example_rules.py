@@ -181,8 +181,12 @@ def elementwise(equation: Any, var: Any, operands: list[Fact]) -> Fact:
     """What an operation on corresponding elements makes of arrays, for its output `var`.
 
     A dim of the result holds examples where one of any operand does. If two operands have theirs
-    along different dims, the operation pairs each example with each, which couples them.
+    along different dims, the operation pairs each example with each, which couples them. So do
+    examples in another order than that of the batch, combined with examples in its order.
     """
+    in_order = {fact.moved for fact in operands if fact.several}
+    if len(in_order) > 1:
+        return couple(equation, line_of(equation))
     shape = getattr(var.aval, "shape", ())
     rows: list[tuple[Factor, ...]] = list(plain(shape))
     dims: frozenset[int] = frozenset()
@@ -201,7 +205,7 @@ def elementwise(equation: Any, var: Any, operands: list[Fact]) -> Fact:
         for dim in full_dims:
             rows[dim] = fact.rows[dim]
     single = any(fact.single for fact in operands)
-    return Fact(rows=tuple(rows) if dims else None, single=single)
+    return Fact(rows=tuple(rows) if dims else None, moved=True in in_order, single=single)
 
 
 def unknown(equation: Any, operands: list[Fact]) -> Fact:

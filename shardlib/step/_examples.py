@@ -46,6 +46,7 @@ class Fact:
     """
 
     rows: Rows | None = None  # it holds examples along some dims
+    moved: bool = False  # its examples are in another order than that of the batch
     single: bool = False  # it belongs to one example, of which a loop takes one after the other
     total: str = ""  # the kind of reduction over examples that it is: "sum", "max" or "min"
     scaled: bool = True  # of a sum, whether it has been divided or multiplied
