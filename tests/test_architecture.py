@@ -101,7 +101,10 @@ LAYERS = [
         "step",
         "_error_forms _saved_workers _saved_errors _saved_model _describe _varying _reassigned _examples _example_rules _example_moves _coupled",
     ),
-    ("step", "_promoted_products _adapted _weights _microbatches _loss _loss_checks _pipelined"),
+    (
+        "step",
+        "_promoted_products _adapted _weights _microbatches _loss _loss_trace _remat_checks _loss_checks _pipelined",
+    ),
     (
         "step",
         "_remat_budget _gradient _host_update _streamed_loops _streamed_update _optimizer_update _step_calls "

@@ -21,6 +21,7 @@ from shardlib.step._batches import batch_sharding, batches, check_batch, local_r
 from shardlib.step._layer_order import check_order
 from shardlib.step._loss import LossFunction, call_loss, check_arguments, forward
 from shardlib.step._loss_checks import check_evaluated
+from shardlib.step._loss_trace import LossCall
 from shardlib.step._microbatches import every_nth, microbatches_of
 from shardlib.step._pipelined import Pipelined, Programs
 from shardlib.step._scopes import LOSS
@@ -180,8 +181,10 @@ class Evaluation:
             return with_keys(inputs.rest, number, examples)
 
         call = adapted(partial(call_loss, self.loss_fn, layout), self.strategy)
-        first = 0, every_nth(inputs.batch, microbatches.count, 0)
-        check_evaluated(call, with_keys, parameters, inputs.rest, first, self.strategy)
+        nothing = jax.tree.map(lambda _: None, parameters)
+        first = every_nth(inputs.batch, microbatches.count, 0)
+        loss = LossCall(call, with_keys, parameters, nothing, inputs.rest, 0, first)
+        check_evaluated(loss, self.strategy)
         # The same wrappers as in training, so that a loss means the same in both.
         total = with_partitionable_lookups(partial(forward, call), parameters, self.strategy)
         if self.strategy.pipeline is None:

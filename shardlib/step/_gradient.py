@@ -27,6 +27,7 @@ from shardlib.step._adapted import adapted
 from shardlib.step._exchange import Gradient, Sender, exchange_gradients
 from shardlib.step._loss import NONFINITE, LossFunction, call_loss, forward, nonfinite_metrics
 from shardlib.step._loss_checks import check_loss
+from shardlib.step._loss_trace import LossCall
 from shardlib.step._microbatches import every_nth, microbatches_of
 from shardlib.step._pipelined import Pipelined
 from shardlib.step._scopes import EXCHANGE, LOSS
@@ -163,8 +164,9 @@ class GradientFunction:
             return *keyed, examples
 
         # The checks look at the loss as its author wrote it, before sums of rows are widened.
-        first = jax.tree.map(lambda x: x[0], scanned)
-        check_loss(call, arguments, self.trained, self.frozen, inputs.rest, first, self.strategy)
+        number, first = jax.tree.map(lambda x: x[0], scanned)
+        loss = LossCall(call, arguments, self.trained, self.frozen, inputs.rest, number, first)
+        check_loss(loss, self.strategy)
         total = with_wide_rows(total)
 
         def numbered_arguments(rest: Any, number: Any, examples: Any) -> Any:

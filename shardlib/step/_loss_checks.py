@@ -3,78 +3,45 @@
 The loss is traced once, with whole parameters and the examples of one microbatch. Each check walks
 through the trace in a file of its own: `_varying` follows what differs between devices,
 `_promoted_products` follows narrow weights into wide products, and `_coupled` follows examples into
-reductions. This file decides which of them apply, and says what they found.
+reductions, `_reassigned` what the loss assigns, and `_remat_checks` looks for marked blocks. This
+file decides which of them apply, and says what they found.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardlib._text import listed
-from shardlib._tree import named_leaves
 from shardlib.layouts._annotate import current_scope, warn
-from shardlib.layouts._checkpoint_policies import (
-    BESIDE,
-    COMPRESSIBLE,
-    CONTEXT,
-    CUDNN_ATTENTION,
-    PolicyOfPart,
-)
-from shardlib.layouts._remat_parts import SCORES
-from shardlib.layouts._remat_policy import Remat
 from shardlib.layouts._rules import EXPERTS
 from shardlib.layouts._specs import axes_within, parts_over, spec_axes
-from shardlib.modeling._batch import WeightedMean
 from shardlib.modeling._random import describe_raw_keys, raw_keys
 from shardlib.step._coupled import Split, describe_coupled, facts, is_divided_by_whole_batch
 from shardlib.step._examples import CONSTANT, Fact, with_examples
-from shardlib.step._loss import Returned
+from shardlib.step._loss_trace import LossCall, LossTrace
 from shardlib.step._promoted_products import describe_widened, widened
 from shardlib.step._reassigned import is_computed
-from shardlib.step._state import combine
+from shardlib.step._remat_checks import check_marked, check_signs
 from shardlib.step._strategy import Strategy
 from shardlib.step._varying import describe_varying, sends_between, varying_outputs
 from shardlib.tracing._block_places import TracedLoss
-from shardlib.tracing._chain_loops import holder_of_loops, loops_over_blocks
-from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, line_of, open_jaxpr
-from shardlib.tracing._sign_checks import readers_of_values
 
 
-def check_loss(
-    call: Callable[..., Returned],
-    arguments: Callable[..., Any],
-    trained: Any,
-    frozen: Any,
-    rest: Any,
-    first: Any,
-    strategy: Strategy,
-) -> None:
+def check_loss(loss: LossCall, strategy: Strategy) -> None:
     """Trace a loss and look for what a step cannot do right, or what was probably not meant.
 
     Refused is state that would differ between devices, since it was made from the examples or the
     parameters of one, or drawn for it. Refused too is recomputation where no block is marked, and
     keeping names that no block has. A warning is given for losses that are not means over examples,
-    and for products that are not computed in the dtype that was asked for.
-
-    Args:
-        call: the loss, adapted to the step.
-        arguments: `(rest, number, examples)` to the arguments of `call` after the parameters.
-        trained: a `StepParameter` for each trained parameter.
-        frozen: the same for each frozen one.
-        rest: the model's state that is neither parameter nor random stream.
-        first: the number and the examples of the first microbatch.
-        strategy: the strategy of the step.
+    for parameters that the loss assigns to, and for products that are not computed in the dtype
+    that was asked for.
     """
-    number, examples = first
-    streams = arguments(rest, number, examples)[0]
-    state = [*named_leaves(streams), *named_leaves(rest)]
-    if not _is_worth_tracing(strategy, state):
+    if not _is_worth_tracing(strategy, loss.state):
         return
-    traced = _trace(call, arguments, (trained, frozen), rest, first)
+    traced = loss.trace()
     _check_traced(traced, strategy)
     scope = current_scope()
     if scope is not None and scope.used is not None:
@@ -82,77 +49,21 @@ def check_loss(
         scope.used.losses[:] = [TracedLoss(traced.jaxpr.jaxpr, mesh)]
 
 
-def check_evaluated(
-    call: Callable[..., Returned],
-    arguments: Callable[..., Any],
-    parameters: Any,
-    rest: Any,
-    first: Any,
-    strategy: Strategy,
-) -> None:
+def check_evaluated(loss: LossCall, strategy: Strategy) -> None:
     """Warn of values of an evaluation that are not means over examples.
 
-    Arguments are those of `check_loss`. What the loss makes of the state is not looked at: an
-    evaluation forgets it.
+    What the loss makes of the state is not looked at: an evaluation forgets it.
     """
-    if not _batch_is_split(strategy):
-        return
-    nothing = jax.tree.map(lambda _: None, parameters)
-    traced = _trace(call, arguments, (parameters, nothing), rest, first)
-    _warn_of_coupled_examples(traced, strategy)
+    if _batch_is_split(strategy):
+        _warn_of_coupled_examples(loss.trace(), strategy)
 
 
-def _trace(
-    call: Callable[..., Returned],
-    arguments: Callable[..., Any],
-    parameters: tuple[Any, Any],
-    rest: Any,
-    first: Any,
-) -> "_TracedLoss":
-    """Trace a loss with whole parameters, trained and frozen, and some examples."""
-    number, examples = first
-    streams = arguments(rest, number, examples)[0]
-
-    def after(params: Any, frozen_params: Any, rest: Any, examples: Any) -> Any:
-        returned = call(combine(params, frozen_params), *arguments(rest, number, examples))
-        return (
-            (returned.streams, returned.rest),
-            _values_returned(returned.out),
-            returned.means["loss"].total,
-            returned.reassigned,
-        )
-
-    # Under the mesh of the step, so that the step need not trace the loss again.
-    mesh = jax.sharding.get_abstract_mesh()
-    whole = jax.tree.map(lambda parameter: _on(mesh, parameter.whole), parameters)
-    jaxpr, (_, values, _, reassigned) = jax.make_jaxpr(after, return_shape=True)(
-        *whole, rest, examples
-    )
-    return _TracedLoss(
-        jaxpr=jaxpr,
-        parameters=jax.tree.leaves(parameters),
-        rest=named_leaves(rest),
-        examples=jax.tree.leaves(examples),
-        state=[*named_leaves(streams), *named_leaves(rest)],
-        values=values,
-        reassigned=list(reassigned),
-        with_twice_the_examples=lambda: _trace(
-            call, arguments, parameters, rest, (number, jax.tree.map(_twice, examples))
-        ),
-    )
-
-
-def _twice(examples: jax.Array) -> jax.Array:
-    """Examples along dim 0, and the same again."""
-    return jnp.concatenate([examples, examples]) if examples.ndim else examples
-
-
-def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:
+def _check_traced(traced: LossTrace, strategy: Strategy) -> None:
     """Look for everything in a traced loss: what is refused first, and then what is warned of."""
     kept = strategy.kept_by_blocks
     if kept is not None and _must_be_marked(strategy):
-        _check_marked(traced.jaxpr, kept, strategy.remat)
-    _check_signs(traced.jaxpr)
+        check_marked(traced.jaxpr, kept, strategy.remat)
+    check_signs(traced.jaxpr)
     _check_parts(traced, strategy)
     # Without data axes all devices compute the same, and so does their state.
     if strategy.data_axes and traced.state:
@@ -160,24 +71,6 @@ def _check_traced(traced: "_TracedLoss", strategy: Strategy) -> None:
     _warn_of_wide_products(traced, strategy)
     _warn_of_assignments(traced)
     _warn_of_coupled_examples(traced, strategy)
-
-
-@dataclass(frozen=True)
-class _TracedLoss:
-    """A traced loss, and what its inputs and outputs are.
-
-    Its inputs are the parameters, `rest` and the examples, in this order; its outputs `state`,
-    `values`, the total, and each parameter of `reassigned` as it is after the loss.
-    """
-
-    jaxpr: Any
-    parameters: list[Any]
-    rest: list[tuple[str, Any]]
-    examples: list[Any]
-    state: list[tuple[str, Any]]
-    values: list["_Value"]
-    reassigned: list[str]
-    with_twice_the_examples: Callable[[], "_TracedLoss"]
 
 
 def _is_worth_tracing(strategy: Strategy, state: list[Any]) -> bool:
@@ -206,7 +99,7 @@ def _batch_is_split(strategy: Strategy) -> bool:
     return bool(_split_axes(strategy)) or strategy.microbatches > 1
 
 
-def _check_parts(traced: _TracedLoss, strategy: Strategy) -> None:
+def _check_parts(traced: LossTrace, strategy: Strategy) -> None:
     """Refuse a loss that would take a device's part of a parameter for the whole.
 
     `experts` is the one name that may be split over the data axes, unless `manual` says that parts
@@ -222,7 +115,7 @@ def _check_parts(traced: _TracedLoss, strategy: Strategy) -> None:
         raise ValueError(_describe_part(in_parts[0], axes, strategy))
 
 
-def _check_state(traced: _TracedLoss, strategy: Strategy) -> None:
+def _check_state(traced: LossTrace, strategy: Strategy) -> None:
     """Refuse a model whose state would differ between devices after the step."""
     axes = strategy.data_axes
     # The inputs of the trace in order: parameters, the rest of the state, examples.
@@ -240,7 +133,7 @@ def _check_state(traced: _TracedLoss, strategy: Strategy) -> None:
     _check_raw_keys(traced)
 
 
-def _check_raw_keys(traced: _TracedLoss) -> None:
+def _check_raw_keys(traced: LossTrace) -> None:
     """Refuse keys in raw form, arrays of uint32, in the model's state.
 
     They are not known to be keys, and so would draw the same rows on all devices.
@@ -254,7 +147,7 @@ def _check_raw_keys(traced: _TracedLoss) -> None:
         raise ValueError(describe_raw_keys(raw))
 
 
-def _warn_of_wide_products(traced: _TracedLoss, strategy: Strategy) -> None:
+def _warn_of_wide_products(traced: LossTrace, strategy: Strategy) -> None:
     """Warn of products of narrow weights that are computed in a wider dtype than was asked for."""
     compute = strategy.dtypes.compute
     if compute is None:
@@ -271,7 +164,7 @@ def _warn_of_wide_products(traced: _TracedLoss, strategy: Strategy) -> None:
         warn((describe_widened(wide, compute),))
 
 
-def _warn_of_assignments(traced: _TracedLoss) -> None:
+def _warn_of_assignments(traced: LossTrace) -> None:
     """Warn of parameters that the loss assigns to, which a step does not keep."""
     paths = sorted(traced.reassigned)
     jaxpr = traced.jaxpr.jaxpr
@@ -293,7 +186,7 @@ def _warn_of_assignments(traced: _TracedLoss) -> None:
         warn((remark,))
 
 
-def _warn_of_coupled_examples(traced: _TracedLoss, strategy: Strategy) -> None:
+def _warn_of_coupled_examples(traced: LossTrace, strategy: Strategy) -> None:
     """Warn of values that are not means over examples."""
     if not _batch_is_split(strategy):
         return
@@ -318,7 +211,7 @@ def _warn_of_coupled_examples(traced: _TracedLoss, strategy: Strategy) -> None:
     warn((remark,))
 
 
-def _facts_of_values(traced: _TracedLoss, axes: Sequence[str]) -> list[Fact]:
+def _facts_of_values(traced: LossTrace, axes: Sequence[str]) -> list[Fact]:
     """What is known of the loss, its metrics and all outputs after them."""
     # Parameters and state are the same for all examples, whatever they are laid out like.
     given = [CONSTANT] * (len(traced.parameters) + len(traced.rest))
@@ -327,14 +220,14 @@ def _facts_of_values(traced: _TracedLoss, axes: Sequence[str]) -> list[Fact]:
 
 
 def _with_constant_divisors(
-    known: list[Fact], traced: _TracedLoss, axes: Sequence[str]
+    known: list[Fact], traced: LossTrace, axes: Sequence[str]
 ) -> list[Fact]:
     """The same facts, without divisors that grow with the number of examples at hand.
 
     Those are found out by tracing the loss once more, with twice as many examples.
     """
     try:
-        larger = _facts_of_values(traced.with_twice_the_examples(), axes)
+        larger = _facts_of_values(traced.loss.with_twice_the_examples().trace(), axes)
     except Exception:  # a loss may take one number of examples alone: nothing is claimed of it
         return [replace(fact, divisor=0.0) for fact in known]
     result = []
@@ -342,15 +235,6 @@ def _with_constant_divisors(
         is_constant = fact.divisor == of_larger.divisor
         result.append(fact if is_constant else replace(fact, divisor=0.0))
     return result
-
-
-def _on(mesh: AbstractMesh, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape of an array on a mesh, of whose axes none splits it explicitly."""
-    # Without a mesh, in a plain evaluation, there is nothing to put the array on.
-    if mesh.empty:
-        return shape
-    sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def _is_split(parameter: Any, axes: Sequence[str]) -> bool:
@@ -369,169 +253,3 @@ def _describe_part(parameter: Any, split_axes: Sequence[str], strategy: Strategy
         f"sl.AxisRules({EXPERTS}=None)`, and split it by ZeRO, `zero=3`; or if each device is "
         f"meant to use only its own part, say so: `Strategy(manual={strategy.data_axes})`."
     )
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Value:
-    """A number that a loss function returned: the loss or a metric, its total or its weight."""
-
-    value: Any
-    name: str = field(metadata={"static": True})
-    weighted: bool = field(metadata={"static": True})
-
-
-def _values_returned(out: Any) -> list[_Value]:
-    """The numbers of the loss and of each metric, as a loss function returned them."""
-    # As the step itself reads the result, see `as_means`.
-    loss, metrics = out if isinstance(out, tuple) else (out, {})
-    values: list[_Value] = []
-    for name, value in {"loss": loss, **metrics}.items():
-        weighted = isinstance(value, WeightedMean)
-        parts = (value.total, value.weight) if weighted else (value,)
-        values += [_Value(jnp.asarray(part), name, weighted) for part in parts]
-    return values
-
-
-def _check_marked(jaxpr: Any, kept: Remat, asked: Any) -> None:
-    """Refuse recomputation of a loss that marks nothing for it, and names that nothing has.
-
-    The program would be the same without them. `asked` is the strategy's `remat`, as it was given.
-    """
-    text = f'"{asked}"' if isinstance(asked, str) else repr(asked)
-    blocks = [equation for equation in every_equation(jaxpr.jaxpr) if is_block(equation)]
-    if kept.dropped:
-        missing = _missing_parts(jaxpr, kept, blocks)
-        if missing:
-            raise ValueError(
-                f"`Strategy(remat={text})` recomputes {listed(missing)}, which no part of the "
-                "loss is called: the program would be the same. Mark the part, `f = sl.remat(f, "
-                f"part={missing[0]!r})`; or leave `remat` out."
-            )
-    elif not blocks:
-        raise ValueError(
-            f"`Strategy(remat={text})` recomputes blocks marked with `sl.remat`, and the loss "
-            "calls none: the program would be the same. Mark the model's blocks, `block = "
-            "sl.remat(block)`; or leave `remat` out."
-        )
-    if kept.chain is not None:
-        _check_loops_over_blocks(jaxpr.jaxpr, text)
-    _check_names(blocks, kept, asked)
-
-
-def _check_names(blocks: Sequence[Any], kept: Remat, asked: Any) -> None:
-    """Refuse names that no activation of what is recomputed has.
-
-    A word means activations of several kinds of models, and some of them must be there.
-    """
-    known: set[str] = set()
-    by_operation: set[str] = set()
-    for block in blocks:
-        for equation in every_equation(open_jaxpr(block.params["jaxpr"])):
-            if equation.primitive.name == "name":
-                known.add(equation.params["name"].removesuffix(BESIDE))
-            elif equation.primitive.name == CUDNN_ATTENTION:
-                by_operation.add(CONTEXT)
-    text = f'"{asked}"' if isinstance(asked, str) else repr(asked)
-    does = f"`Strategy(remat={text})` keeps"
-    on_device = set(kept.every_name) - set(kept.offloaded)
-    unknown = sorted(on_device - known - by_operation)
-    if isinstance(asked, str) and len(unknown) < len(on_device):
-        unknown = []
-    if not unknown:
-        does = "The strategy offloads"
-        unknown = sorted(set(kept.offloaded) - known)
-    if not unknown:
-        return _check_compressed(blocks, kept, text)
-    names = listed(sorted(known)) if known else "no names"
-    raise ValueError(
-        f"{does} {listed(unknown)}, which no activation of a marked "
-        f"block is called. They are called {names}: choose of these, or name an activation, "
-        f"`x = sl.checkpoint_name(x, {unknown[0]!r})`."
-    )
-
-
-def _check_compressed(blocks: Sequence[Any], kept: Remat, text: str) -> None:
-    """Refuse to compress what has only a name of JAX's own: it would be computed again."""
-    known: set[str] = set()
-    for block in blocks:
-        for equation in every_equation(open_jaxpr(block.params["jaxpr"])):
-            if equation.primitive.name == COMPRESSIBLE:
-                known.add(equation.params["name"])
-    for name, _ in kept.compressed:
-        if name not in known:
-            raise ValueError(
-                f"`Strategy(remat={text})` compresses `{name}`, which cannot be: decisions depend "
-                "on its exact numbers, or it was named by JAX's own `checkpoint_name`. Keep it as "
-                f"it is, `sl.Remat.save({name!r})`, or name it by `sl.checkpoint_name`."
-            )
-
-
-def _check_signs(jaxpr: Any) -> None:
-    """Refuse to keep the sign alone of what a backward pass reads the value of."""
-    for name, equation in readers_of_values(jaxpr.jaxpr):
-        operation = equation.primitive.name
-        raise ValueError(
-            f'`Remat.compress("sign", {name!r})`: the backward pass reads more of `{name}` than '
-            f"whether it is above zero: `{operation}`{_at(line_of(equation))} reads its value. "
-            "Keep what is made of it too, such as the result of the ReLU, "
-            f'`sl.Remat.compress("sign", {name!r}) | sl.Remat.save("mlp_hidden")`; or its value, '
-            f'`sl.Remat.compress("int8", {name!r})`.'
-        )
-
-
-def _missing_parts(jaxpr: Any, kept: Remat, blocks: Sequence[Any]) -> list[str]:
-    """The parts that are dropped and that the loss has not.
-
-    Kernels of attention keep no scores anyway: a loss that has one is as if it dropped them.
-    """
-    found = set()
-    for block in blocks:
-        policy = block.params["policy"]
-        if isinstance(policy, PolicyOfPart):
-            found.add(policy.part)
-    if _attends_without_scores(jaxpr.jaxpr):
-        found.add(SCORES)
-    return [part for part in kept.dropped if part not in found]
-
-
-def _attends_without_scores(jaxpr: Any) -> bool:
-    """Whether a loss attends by `sl.kernels.attention` or by cuDNN.
-
-    That is told by the name of its results, or by cuDNN's call, within a function that has its own
-    derivative.
-    """
-    for equation in every_equation(jaxpr):
-        if not equation.primitive.name.startswith("custom_vjp_call"):
-            continue
-        for function in held_functions(equation):
-            for inner in every_equation(open_jaxpr(function)):
-                if inner.primitive.name == CUDNN_ATTENTION:
-                    return True
-                if inner.primitive.name == "name" and inner.params["name"] == CONTEXT:
-                    return True
-    return False
-
-
-def _check_loops_over_blocks(jaxpr: Any, text: str) -> None:
-    """Refuse a chain where no loop has blocks, or one is where the step cannot exchange it.
-
-    `text` is the strategy's `remat`, as it was given.
-    """
-    holder = holder_of_loops(jaxpr)
-    if holder is not None:
-        raise ValueError(
-            f"`Strategy(remat={text})` keeps few inputs of a loop over marked blocks, and the loss "
-            f"has one inside of a `{holder.primitive.name}`{_at(line_of(holder))}, in which it "
-            'cannot be exchanged. Take the loop out of it; or keep the inputs of all, `"full"`.'
-        )
-    if not any(True for _ in loops_over_blocks(jaxpr)):
-        raise ValueError(
-            f"`Strategy(remat={text})` keeps few inputs of a loop over marked blocks, and the loss "
-            "has none: its blocks are called one by one. Make a loop of them, `sl.Layers` or "
-            '`jax.lax.scan`; or keep the inputs of all, `remat="full"`.'
-        )
-
-
-def _at(line: str) -> str:
-    return f" ({line})" if line else ""
