@@ -77,12 +77,12 @@ def part_of_step(operation: str) -> str:
     return "forward"
 
 
-def passes(log: str) -> Counter[str]:
-    """The seconds that each pass took."""
-    seconds: Counter[str] = Counter()
+def slowest_passes(log: str, count: int) -> list[tuple[str, float]]:
+    """The passes that took the most seconds, with these."""
+    seconds: dict[str, float] = {}
     for name, microseconds in _PASS.findall(log):
-        seconds[name] += int(microseconds) / 1e6  # type: ignore[assignment]
-    return seconds
+        seconds[name] = seconds.get(name, 0.0) + int(microseconds) / 1e6
+    return sorted(seconds.items(), key=lambda one: -one[1])[:count]
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ def main() -> None:
     for (part, operation), count in counts.most_common(arguments.top):
         print(f"{count:12,}  {part:10}  {operation}", file=sys.stderr)
     print("seconds", file=sys.stderr)
-    for name, seconds in passes(done.stderr).most_common(5):
+    for name, seconds in slowest_passes(done.stderr, 5):
         print(f"{seconds:12.1f}  {name}", file=sys.stderr)
     figures: dict[str, Any] = {
         f"{arguments.name}_instructions": counts.total(),
