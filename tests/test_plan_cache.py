@@ -58,6 +58,17 @@ def test_plan_cache_recompiles_for_another_program_or_flag(tmp_path, monkeypatch
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_plan_cache_recompiles_at_another_level_of_optimization(tmp_path):
+    planned(tmp_path)
+    before = jax.config.jax_optimization_level
+    jax.config.update("jax_optimization_level", "O1")
+    try:
+        assert not planned(tmp_path).compiled_before
+    finally:
+        jax.config.update("jax_optimization_level", before)
+    assert planned(tmp_path).compiled_before
+
+
 def test_plan_cache_is_off_without_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for _ in range(2):
@@ -79,9 +90,10 @@ def test_plan_cache_replaces_a_damaged_file(tmp_path, content):
     assert planned(tmp_path).compiled_before
 
 
-def test_plan_cache_tolerates_a_folder_that_cannot_be_created(tmp_path):
+def test_plan_cache_warns_of_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
-    assert not planned(tmp_path / "file" / "plans").compiled_before
+    with pytest.warns(UserWarning, match="could not be kept in .*file/plans .*another folder"):
+        assert not planned(tmp_path / "file" / "plans").compiled_before
 
 
 def test_plan_cache_refuses_a_folder_that_is_not_a_path():

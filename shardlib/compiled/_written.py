@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ class Kept:
     def save(self, written: Written) -> None:
         """Keep it: all of it, or nothing where the folder cannot be written to.
 
-        A plan is worth more than its copy, so that a full disk does not stop it.
+        A plan is worth more than its copy, so that a full disk does not stop it. It is warned of.
         """
         content = gzip.compress(json.dumps(asdict(written)).encode(), compresslevel=1)
         try:
@@ -108,5 +109,10 @@ class Kept:
             with os.fdopen(number, "wb") as part:
                 part.write(content)
             Path(name).replace(self.file)
-        except OSError:
-            return
+        except OSError as error:
+            warnings.warn(
+                f"What the compiler said could not be kept in {self.file.parent} "
+                f"({error.strerror or error}), so that the next plan compiles the step again. Give "
+                "another folder as `cache`.",
+                stacklevel=2,
+            )

@@ -23,6 +23,17 @@ from shardlib.planning._machine import machine_of
 from shardlib.step._step import Step
 from shardlib.tracing._flops import Flops
 
+# What a user may set in `jax.config` that changes how a program is compiled and is not written in
+# it. Versions of JAX have different ones of them.
+_COMPILER_SETTINGS = (
+    "jax_optimization_level",
+    "jax_memory_fitting_level",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+    "jax_compiler_enable_remat_pass",
+    "jax_disable_most_optimizations",
+)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -106,6 +117,8 @@ def _key(step: Step, lowered: Any, mesh: Mesh, options: dict[str, Any]) -> list[
         parts.append(f"{device!r} {device.device_kind}")
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *LOUD):
         parts.append(os.environ.get(variable, ""))
+    for setting in _COMPILER_SETTINGS:
+        parts.append(str(getattr(jax.config, setting, "")))
     for given in (options, step.compiler_options):
         parts.append(repr(sorted(given.items())))
     return parts
