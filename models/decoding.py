@@ -47,6 +47,7 @@ KEYS = ("batch", "cache_seq", "act_kv_heads", "head_dim")
 # Of latent attention: all heads have the same.
 LATENT_CACHE = (None, "batch", None, "cache_seq", None)
 LATENT_KEYS = ("batch", "cache_seq", "act_heads", "head_dim")
+MAX_TOKEN = 2**31 - 1  # tokens are kept as int32
 
 
 class Cache(NamedTuple):
@@ -117,6 +118,12 @@ def _prompt(number: int, prompt: Any) -> np.ndarray:
             f"`pad`: prompt {number} is {tokens.dtype}{list(tokens.shape)}: each is a row of "
             "tokens, whole numbers, and all are in a list. One alone is `[prompt]`; texts are "
             "encoded before."
+        )
+    outside = tokens[(tokens < 0) | (tokens > MAX_TOKEN)]
+    if outside.size:
+        raise ValueError(
+            f"`pad`: prompt {number} has the token {outside[0]}: tokens are numbers from 0 to "
+            f"{MAX_TOKEN}."
         )
     return tokens
 

@@ -378,6 +378,8 @@ BEYOND_32_BITS = np.array([[2**32 + 5]])  # of which JAX would make 5
         (lambda model: decoding.pad([[1], []]), "prompts of [1, 0] tokens"),
         (lambda model: decoding.pad([5, 6, 7]), "prompt 0 is int64[]: each is a row of tokens"),
         (lambda model: decoding.pad([[1], "abc"]), "prompt 1 is <U3[]"),
+        (lambda model: decoding.pad([[1, 2**32 + 5]]), "prompt 0 has the token 4294967301"),
+        (lambda model: decoding.pad([[1], [-2]]), "prompt 1 has the token -2"),
         (lambda model: decoding.pad([[1.7, 2.9]]), "prompt 0 is float64[2]"),
         (lambda model: Sampling(temperature=-1), "`Sampling(temperature=-1)`"),
         (lambda model: Sampling(temperature=float("nan")), "`Sampling(temperature=nan)`"),
