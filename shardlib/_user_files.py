@@ -35,14 +35,21 @@ def load_module(where: str) -> Any:
     if not where.endswith(".py"):
         return importlib.import_module(where)
     path = Path(where).resolve()
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"There is no file `{where}`.")
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").exists():
         root, parts = root.parent, [root.name, *parts]
     sys.path.insert(0, str(root))
-    if len(parts) > 1:
-        return importlib.import_module(".".join(parts))
+    # A name with a dot in it is of no package.
+    if len(parts) > 1 and all(map(str.isidentifier, parts)):
+        module = importlib.import_module(".".join(parts))
+        if Path(module.__file__ or "").resolve() != path:
+            raise ValueError(
+                f"`{where}` is `{module.__name__}` of its package, and so is "
+                f"`{module.__file__}`, which Python finds first: rename one of the two packages."
+            )
+        return module
     spec = importlib.util.spec_from_file_location(f"_of_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

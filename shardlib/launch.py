@@ -54,7 +54,10 @@ _ENDING_WITH = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 if os.getppid() == int(sys.argv[1]):  # else the launcher was quicker to end
-    os.execvp(sys.argv[2], sys.argv[2:])
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        sys.exit(f"cannot start `{sys.argv[2]}`: {error.strerror}")
 """
 
 _EXAMPLE = """\
@@ -199,7 +202,9 @@ class _Process:
         """How it died, and of what: its last traceback, or else its last lines."""
         # What is logged after a traceback, as it ends, does not belong to it.
         lines = list(itertools.takewhile(lambda line: not _LOG.match(line), self.traceback))
-        lines = lines or list(self.last)
+        # A long one may have been of an error that was handled, long before.
+        if not lines or len(self.traceback) == _MAX_LINES:
+            lines += list(self.last)
         if not lines:
             return f"process {self.index} {self.end()}, and said nothing."
         return f"process {self.index} {self.end()}:\n{_indented(lines)}"
@@ -208,7 +213,9 @@ class _Process:
         """How it died, as a verb: `was killed by SIGKILL`, `died with exit code 1`."""
         code = self.popen.returncode
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            # Signals of real time have no names.
+            names = {one.value: one.name for one in signal.Signals}
+            return f"was killed by {names.get(-code, f'signal {-code}')}"
         return f"died with exit code {code}"
 
     def is_stopped(self) -> bool:
@@ -318,9 +325,11 @@ class _Launch:
         """Wait until all processes have ended, and what they wrote has been passed on."""
         for process in self.processes:
             process.popen.wait()
+        # It takes longer only if what the processes started goes on writing.
+        until = time.monotonic() + _SECONDS_OF_GRACE
+        for process in self.processes:
             for reader in process.readers:
-                # It takes longer only if what the process started goes on writing.
-                reader.join(timeout=_SECONDS_OF_GRACE)
+                reader.join(timeout=max(0, until - time.monotonic()))
 
     def _forward_in_thread(
         self,
@@ -363,15 +372,9 @@ class _Launch:
 
 
 def _exit_code(process: _Process) -> int:
-    """The exit code of a process that has ended, as shells give it.
-
-    For one that a signal killed `Popen` has the negative number of the signal, which shells add to
-    128.
-    """
+    """The exit code of a process that has ended; 128 and the signal's number, as shells have it."""
     code = process.popen.returncode
-    if code < 0:
-        return 128 - code
-    return code
+    return 128 - code if code < 0 else code
 
 
 def _report(

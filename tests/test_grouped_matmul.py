@@ -343,6 +343,7 @@ def test_what_runs_is_explained():
         ((8, 4), (2, 4, 4), [1.0, 2.0], {}, "they should be whole numbers"),
         ((8, 4), (2, 4, 4), [7, 2], {}, "no more together than there are rows"),
         ((8, 4), (2, 4, 4), [-1, 2], {}, "sizes are not negative"),
+        ((8, 4), (2, 4, 4), [2**31 - 1] * 2, {}, "no more together than there are rows"),
         ((8, 4), (2, 4, 4), [1, 2], {"names": ("act_embed",)}, "two names"),
         ((8, 4), (2, 4, 4), [1, 2], {"implementation": "cuda"}, "there are `reference`, `tpu`"),
     ],

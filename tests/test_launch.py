@@ -141,6 +141,33 @@ while True:
     assert "[0] not now" in shown.out
 
 
+def test_launch_shows_the_last_lines_behind_an_old_traceback(tmp_path, capsys):
+    text = """
+try:
+    raise KeyError("handled")
+except KeyError:
+    import traceback; traceback.print_exc()
+for number in range(300):
+    print("step", number, file=sys.stderr)
+print("last words", file=sys.stderr, flush=True)
+os.kill(os.getpid(), 35)
+"""
+    code, shown = run(capsys, "-n", "1", "--", *script(tmp_path, text))
+    assert code == 128 + 35
+    assert "process 0 was killed by signal 35:\n" in shown.err
+    assert shown.err.endswith("    step 299\n    last words\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no Python is between")
+def test_launch_names_a_script_without_a_first_line(tmp_path, capsys):
+    (tmp_path / "plain.sh").write_text("echo hi\n")
+    (tmp_path / "plain.sh").chmod(0o755)
+    code, shown = run(capsys, "-n", "1", "--", str(tmp_path / "plain.sh"))
+    assert code == 1
+    assert f"cannot start `{tmp_path / 'plain.sh'}`: Exec format error\n" in shown.err
+    assert "Traceback" not in shown.err
+
+
 @pytest.mark.long
 def test_launch_gives_all_other_processes_three_seconds_together(tmp_path, capsys):
     text = """

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
@@ -163,11 +164,11 @@ def _checked_groups(groups: Any, x: jax.Array, count: int) -> Groups:
 
 def _check_sizes(sizes: jax.Array, rows: int) -> None:
     """Refuse sizes that are known to be negative, or more than a block's rows together."""
-    wrong = (sizes < 0).any() | (sizes.sum(1) > rows).any()
-    # Under `jit` this is traced even if the sizes are not.
-    if isinstance(wrong, Tracer):
+    if isinstance(sizes, Tracer) or not (sizes.is_fully_addressable or sizes.is_fully_replicated):
         return
-    if bool(wrong):
+    # Sums of sizes may not fit in the integers that these are.
+    known = np.asarray(sizes).astype(object)
+    if (known < 0).any() or (known.sum(1) > rows).any():
         raise ValueError(
             f"`{OP}`: groups of {sizes.tolist()} rows in blocks of {rows}: sizes are not negative, "
             "and no more together than there are rows."
