@@ -372,6 +372,20 @@ def test_a_plan_says_whether_the_host_has_room():
 
 
 @pytest.mark.gpu_compiler
+@pytest.mark.parametrize("mesh", ["simulated", "of the target"])
+@pytest.mark.parametrize("offload", ["optimizer", "parameters", "all"])
+def test_a_plan_for_absent_gpus_refuses_a_state_on_the_host(offload, mesh):
+    target = sl.Target("gpu:h100:1x1x8")
+    devices = sl.make_mesh("data=8") if mesh == "simulated" else target.mesh("data=8")
+    rules = RULES | sl.AxisRules(mlp=None)
+    strategy = sl.Strategy(mesh=devices, rules=rules, remat=BOTH, offload=offload)
+    state = sl.init(make, optax.adam(0.1), strategy, abstract=True)
+    batch = jax.ShapeDtypeStruct(X.shape, "float32")
+    with pytest.raises(ValueError, match=f"offload='{offload}'.*GPUs that are not there"):
+        sl.plan(sl.train_step(loss_fn, strategy), state, batch, target)
+
+
+@pytest.mark.gpu_compiler
 def test_a_plan_for_absent_gpus_has_activations_on_the_host():
     target = sl.Target("gpu:h100:1x1x8")
     rules = RULES | sl.AxisRules(mlp=None)

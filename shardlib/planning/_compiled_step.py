@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from shardlib.compiled._compile import Compiled, compile_apart
 from shardlib.compiled._memory import Memory, attribute
 from shardlib.compiled._written import Kept
+from shardlib.machine._absent import is_absent
 from shardlib.machine._chips import Chip
 from shardlib.machine._targets import LOUD, Target
 from shardlib.planning._advice import host_has_room
@@ -32,6 +33,13 @@ _COMPILER_SETTINGS = (
     "jax_memory_fitting_effort",
     "jax_compiler_enable_remat_pass",
     "jax_disable_most_optimizations",
+)
+
+
+_NO_HOST_MEMORY = (
+    "Some arrays of this step are in the host's memory (`pinned_host`), which the compiler ignores "
+    "for GPUs that are not there: it would count them as the device's. Plan for a TPU, or for the "
+    "GPUs at hand."
 )
 
 
@@ -86,6 +94,7 @@ def compile_step(
 
     In the folder `cache`, if there is one, what the compiler says is kept.
     """
+    _check_state_on_host(step, machine)
     traced = lower(step, state, batch)
     kept = None
     # Of a function that is not ours it is not known what else the answer depends on.
@@ -167,6 +176,21 @@ _KIND_OF_FIELD = {
 }
 
 
+def _check_state_on_host(step: Any, machine: Machine) -> None:
+    """Refuse a state in the host's memory for GPUs that are not there.
+
+    JAX forgets of arrays on such devices that they are in the host's memory.
+    """
+    if not isinstance(step, Step) or step.strategy.offloaded is None:
+        return
+    if machine.platform != "gpu" or machine.mesh is None:
+        return
+    device = machine.mesh.devices.flat[0]
+    # Simulated devices stand for GPUs that are not there, too.
+    if device.platform != "gpu" or is_absent(device):
+        raise ValueError(f"`Strategy(offload={step.strategy.offload!r})`: {_NO_HOST_MEMORY}")
+
+
 def _check_host_memory(platform: str, memory: Memory, arguments: Any, offloads: bool) -> None:
     """Refuse arrays in the host's memory where the compiler counts them as the device's.
 
@@ -176,8 +200,4 @@ def _check_host_memory(platform: str, memory: Memory, arguments: Any, offloads: 
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
     on_host = any(getattr(each, "memory_kind", None) == "pinned_host" for each in shardings)
     if platform == "gpu" and (on_host or offloads) and not memory.host_bytes:
-        raise ValueError(
-            "Some arrays of this step are in the host's memory (`pinned_host`), which the compiler "
-            "ignores for GPUs that are not there: it would count them as the device's. Plan for a "
-            "TPU, or for the GPUs at hand."
-        )
+        raise ValueError(_NO_HOST_MEMORY)

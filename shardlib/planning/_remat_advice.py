@@ -85,8 +85,9 @@ def _of_room(planned: Planned) -> list[tuple[float, str]]:
     flops = planned.made.flops
     if not isinstance(kept, Remat) and kept is not None and not planned.activations:
         return []
-    # What drops parts, or keeps the inputs of few blocks, is chosen for another reason.
-    if kept is None or kept.dropped or kept.chain is not None or flops is None:
+    # What drops parts, keeps the inputs of few blocks, or has some on the host, is chosen for
+    # another reason.
+    if kept is None or kept.dropped or kept.offloaded or kept.chain is not None or flops is None:
         return []
     room = planned.usable - planned.total
     if room < _MUCH * planned.usable or not flops.recomputed or not planned.activations:
