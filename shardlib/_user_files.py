@@ -41,7 +41,7 @@ def load_module(where: str) -> Any:
     while (root / "__init__.py").exists():
         root, parts = root.parent, [root.name, *parts]
     sys.path.insert(0, str(root))
-    # A name with a dot in it is of no package.
+    # A file whose name has a dot cannot be imported as part of a package.
     if len(parts) > 1 and all(map(str.isidentifier, parts)):
         module = importlib.import_module(".".join(parts))
         if Path(module.__file__ or "").resolve() != path:

@@ -202,9 +202,11 @@ class _Process:
         """How it died, and of what: its last traceback, or else its last lines."""
         # What is logged after a traceback, as it ends, does not belong to it.
         lines = list(itertools.takewhile(lambda line: not _LOG.match(line), self.traceback))
-        # A long one may have been of an error that was handled, long before.
-        if not lines or len(self.traceback) == _MAX_LINES:
-            lines += list(self.last)
+        if not lines:
+            lines = list(self.last)
+        elif len(self.traceback) == _MAX_LINES:
+            # So much came after it that it may be of an error that was handled.
+            lines += ["...", *self.last]
         if not lines:
             return f"process {self.index} {self.end()}, and said nothing."
         return f"process {self.index} {self.end()}:\n{_indented(lines)}"
@@ -213,7 +215,7 @@ class _Process:
         """How it died, as a verb: `was killed by SIGKILL`, `died with exit code 1`."""
         code = self.popen.returncode
         if code < 0:
-            # Signals of real time have no names.
+            # Most real-time signals have no name.
             names = {one.value: one.name for one in signal.Signals}
             return f"was killed by {names.get(-code, f'signal {-code}')}"
         return f"died with exit code {code}"

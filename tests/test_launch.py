@@ -156,6 +156,7 @@ os.kill(os.getpid(), 35)
     assert code == 128 + 35
     assert "process 0 was killed by signal 35:\n" in shown.err
     assert shown.err.endswith("    step 299\n    last words\n")
+    assert "    ...\n    step 281\n" in shown.err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no Python is between")

@@ -58,14 +58,22 @@ def test_plan_cache_recompiles_for_another_program_or_flag(tmp_path, monkeypatch
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_plan_cache_recompiles_at_another_level_of_optimization(tmp_path):
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("jax_optimization_level", "O1"),
+        ("jax_memory_fitting_level", "O1"),
+        ("jax_disable_most_optimizations", True),
+    ],
+)
+def test_plan_cache_recompiles_at_another_level_of_optimization(setting, value, tmp_path):
     planned(tmp_path)
-    before = jax.config.jax_optimization_level
-    jax.config.update("jax_optimization_level", "O1")
+    before = jax.config.values[setting]
+    jax.config.update(setting, value)
     try:
         assert not planned(tmp_path).compiled_before
     finally:
-        jax.config.update("jax_optimization_level", before)
+        jax.config.update(setting, before)
     assert planned(tmp_path).compiled_before
 
 

@@ -99,7 +99,7 @@ class Kept:
     def save(self, written: Written) -> None:
         """Keep it: all of it, or nothing where the folder cannot be written to.
 
-        A plan is worth more than its copy, so that a full disk does not stop it. It is warned of.
+        A plan is worth more than its copy, so that a full disk is a warning and no error.
         """
         content = gzip.compress(json.dumps(asdict(written)).encode(), compresslevel=1)
         try:

@@ -24,8 +24,8 @@ from shardlib.planning._machine import machine_of
 from shardlib.step._step import Step
 from shardlib.tracing._flops import Flops
 
-# What a user may set in `jax.config` that changes how a program is compiled and is not written in
-# it. Versions of JAX have different ones of them.
+# Settings of `jax.config` that change how a program is compiled without being a part of its text.
+# No version of JAX has all of them.
 _COMPILER_SETTINGS = (
     "jax_optimization_level",
     "jax_memory_fitting_level",
@@ -34,8 +34,6 @@ _COMPILER_SETTINGS = (
     "jax_compiler_enable_remat_pass",
     "jax_disable_most_optimizations",
 )
-
-
 _NO_HOST_MEMORY = (
     "Some arrays of this step are in the host's memory (`pinned_host`), which the compiler ignores "
     "for GPUs that are not there: it would count them as the device's. Plan for a TPU, or for the "
@@ -127,7 +125,8 @@ def _key(step: Step, lowered: Any, mesh: Mesh, options: dict[str, Any]) -> list[
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", *LOUD):
         parts.append(os.environ.get(variable, ""))
     for setting in _COMPILER_SETTINGS:
-        parts.append(str(getattr(jax.config, setting, "")))
+        # Flags are in `values` alone; what a context sets is in the attribute alone.
+        parts.append(str(getattr(jax.config, setting, jax.config.values.get(setting))))
     for given in (options, step.compiler_options):
         parts.append(repr(sorted(given.items())))
     return parts
@@ -179,7 +178,7 @@ _KIND_OF_FIELD = {
 def _check_state_on_host(step: Any, machine: Machine) -> None:
     """Refuse a state in the host's memory for GPUs that are not there.
 
-    JAX forgets of arrays on such devices that they are in the host's memory.
+    JAX drops the memory kind of shardings over such devices, so that the arrays do not tell.
     """
     if not isinstance(step, Step) or step.strategy.offloaded is None:
         return
