@@ -159,7 +159,7 @@ def test_what_workers_have_is_sharded_like_parameters_with_a_dim_in_front():
     assert state.opt_state == ()
     # Two workers, with half of the pods' parameters each on four devices.
     described = sl.describe(state)
-    assert described.bytes_per_device["what workers have of their own"] > 0
+    assert described.bytes_per_device["workers' own arrays"] > 0
     assert "of their own" in str(described)
 
 

@@ -39,7 +39,7 @@ def step_apart(take_step: TakeStep, state: State, batch: Any) -> tuple[State, Me
     Args:
         take_step: an ordinary step, of the state and the examples of one worker. Its metrics are of
             all workers, but for those of the gradient.
-        state: the state before, with what workers have of their own.
+        state: the state before, with the arrays of each worker.
         batch: the examples of all workers.
     """
     apart = state.layout.apart

@@ -19,7 +19,7 @@ from shardlib.machine._mesh import format_mesh
 from shardlib.modeling._flax import Names
 from shardlib.modeling._random import is_key
 from shardlib.step._layer_order import orders
-from shardlib.step._state import State, combine, shapes_together
+from shardlib.step._state import State, combine, shapes_without_workers
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def describe(state: State) -> Description:
     rows = _rows_of_model(state, names)
     optimizer_rows = []
     # Where workers have a state of their own, that of one of them.
-    for path, leaf in named_leaves(shapes_together(state).opt_state):
+    for path, leaf in named_leaves(shapes_without_workers(state).opt_state):
         optimizer_rows.append(_row(path, leaf, names.get(path), relations[path].reason))
     leaves = jax.tree.leaves((state.params, state.frozen))
     return Description(
@@ -164,7 +164,7 @@ def _rows_of_model(state: State, names: Mapping[str, Names]) -> list[Row]:
     """
     remarks = _Remarks(state, names)
     rows: list[Row] = []
-    for tree in (combine(state.params, state.frozen), shapes_together(state).rest):
+    for tree in (combine(state.params, state.frozen), shapes_without_workers(state).rest):
         for path, leaf in named_leaves(tree):
             rows.append(_row(path, leaf, names.get(path), remarks.of(path, leaf.shape)))
     return rows
@@ -183,7 +183,7 @@ def _bytes_by_kind(state: State) -> dict[str, int]:
     if state.errors:
         sizes["errors"] = _total_per_device(state.errors)
     if state.workers is not None:
-        sizes["what workers have of their own"] = _total_per_device(state.workers.own)
+        sizes["workers' own arrays"] = _total_per_device(state.workers.own)
         sizes["what meetings keep"] = _total_per_device(state.workers.kept)
     sizes["other state"] = _total_per_device((state.rest, state.streams))
     leaves = jax.tree.leaves((state.params, state.frozen, state.opt_state))

@@ -25,7 +25,13 @@ from shardlib.step._loss_trace import LossCall
 from shardlib.step._microbatches import every_nth, microbatches_of
 from shardlib.step._pipelined import Pipelined, Programs
 from shardlib.step._scopes import LOSS
-from shardlib.step._state import Layout, State, combine, shapes_together, together
+from shardlib.step._state import (
+    Layout,
+    State,
+    combine,
+    mean_over_workers,
+    shapes_without_workers,
+)
 from shardlib.step._step_calls import check_compiles, check_kept
 from shardlib.step._strategy import Strategy
 from shardlib.step._weights import evaluate_loss, step_parameters, with_partitionable_lookups
@@ -77,7 +83,7 @@ class Evaluation:
         check_arrays.values("evaluation", "state", state.step)
         check.whole("evaluation", "at_most", at_most, "a number of batches", least=1, optional=True)
         # Of workers that train apart, their mean is measured.
-        state = together(state)
+        state = mean_over_workers(state)
         on_mesh = batches(self._examples(source, at_most), self.strategy)
         sums: dict[str, tuple[Any, Any]] = {}
         try:
@@ -128,7 +134,7 @@ class Evaluation:
         """
         check.kind("Evaluation.trace", "state", state, State, "the `State` that `sl.init` makes")
         check_batch(batch, self.strategy)
-        state = shapes_together(state)
+        state = shapes_without_workers(state)
         to = batch_sharding(self.strategy)
         # Laid out as `batches` does it, or the plan would be that of another program.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), batch)

@@ -198,7 +198,7 @@ class _StateBuilder:
             errors = layout.no_errors(params)
         workers, rest = None, parts.rest
         if self.optimizer is not None:
-            workers = layout.of_own(params, opt_state, rest)
+            workers = layout.first_workers(params, opt_state, rest)
         if workers is not None:
             # All but the parameters is each worker's own, and a server has the optimizer's state.
             rest = ()

@@ -65,14 +65,14 @@ def meet(
         due = optimizer.meets(shared.opt_state)
         which = 0
         alike = optimizer.alike(shared.opt_state)
-        meetings.append(_OfOptimizer(layout, optimizer, described))
+        meetings.append(_OptimizerMeeting(layout, optimizer, described))
     else:
         exchange: Any = layout.strategy.exchange
         due, which = exchange.is_due(steps), exchange.fragment_at(steps)
         alike = jnp.zeros((), bool)
         sizes = layout.strategy.device_mesh.shape
         for fragment in fragments(described.parameters, exchange.fragments, sizes):
-            meetings.append(OfExchange(layout, exchange, described, fragment))
+            meetings.append(ExchangeMeeting(layout, exchange, described, fragment))
     # One branch sends nothing, one has nothing to send since all workers have the same, and each
     # part of the parameters has one in which it meets.
     branch = jnp.where(due, 2 + which, alike.astype(jnp.int32))
@@ -260,8 +260,8 @@ class Means:
         return WorkerSums(own, self.exact_axes, self.sizes, self.by.within.bucket_bytes)
 
 
-class OfExchange:
-    """A meeting that an exchange wants: workers average how far some parameters have moved."""
+class ExchangeMeeting:
+    """The meeting of an exchange: workers average how far some parameters have moved."""
 
     def __init__(
         self, layout: Layout, exchange: Meeting, described: Described, fragment: Fragment
@@ -308,8 +308,8 @@ class OfExchange:
         )
 
 
-class _OfOptimizer:
-    """A meeting that an optimizer wants: workers average its messages."""
+class _OptimizerMeeting:
+    """The meeting of an optimizer: workers average its messages."""
 
     def __init__(self, layout: Layout, optimizer: Apart, described: Described) -> None:
         self.optimizer, self.described = optimizer, described

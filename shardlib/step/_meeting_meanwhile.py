@@ -28,7 +28,15 @@ from shardlib.collectives._meetings import Meeting, wide, wide_dtype
 from shardlib.collectives._worker_sums import WorkerAxes, axes_of_workers
 from shardlib.layouts._specs import axes_without, parts_over
 from shardlib.step._exchange import ErrorsByPath
-from shardlib.step._meeting import Described, Means, OfExchange, Sent, Shared, manual_over, specs_of
+from shardlib.step._meeting import (
+    Described,
+    ExchangeMeeting,
+    Means,
+    Sent,
+    Shared,
+    manual_over,
+    specs_of,
+)
 from shardlib.step._scopes import EXCHANGE
 from shardlib.step._state import Layout
 from shardlib.step._workers import of_one, with_dim
@@ -91,9 +99,9 @@ class _Meanwhile:
     def __init__(self, layout: Layout, exchange: Meeting, center: Any) -> None:
         described = Described.of(layout.parameters_of(center))
         sizes = layout.strategy.device_mesh.shape
-        self.parts: list[OfExchange] = []
+        self.parts: list[ExchangeMeeting] = []
         for fragment in fragments(described.parameters, exchange.fragments, sizes):
-            self.parts.append(OfExchange(layout, exchange, described, fragment))
+            self.parts.append(ExchangeMeeting(layout, exchange, described, fragment))
         self.buffers = None
         if len(self.parts) > 1:
             dtypes = [wide_dtype(leaf.dtype) for leaf in described.leaves(center)]
@@ -148,7 +156,7 @@ class _Meanwhile:
     def _packers(self, buffers: "_Buffers") -> list[Callable[[Shared], list[jax.Array]]]:
         """For each part, what workers put into the buffers."""
 
-        def packer(number: int, part: OfExchange) -> Callable[[Shared], list[jax.Array]]:
+        def packer(number: int, part: ExchangeMeeting) -> Callable[[Shared], list[jax.Array]]:
             return lambda shared: buffers.pack(number, part.moves(shared))
 
         return [packer(number, part) for number, part in enumerate(self.parts)]
@@ -156,7 +164,7 @@ class _Meanwhile:
     def _receivers(self, buffers: "_Buffers") -> list[Callable[..., Shared]]:
         """For each part, what workers have when it has met, from what is in the buffers."""
 
-        def receiver(number: int, part: OfExchange) -> Callable[..., Shared]:
+        def receiver(number: int, part: ExchangeMeeting) -> Callable[..., Shared]:
             def receive(shared: Shared, means: Sequence[jax.Array]) -> Shared:
                 return part.met(shared, buffers.unpack(number, means, part.moves(shared)))
 
@@ -206,7 +214,7 @@ class _Buffers:
         self,
         layout: Layout,
         exchange: Meeting,
-        parts: Sequence[OfExchange],
+        parts: Sequence[ExchangeMeeting],
         dtypes: Sequence[Any],
     ) -> None:
         self.sizes = layout.strategy.device_mesh.shape

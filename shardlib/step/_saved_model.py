@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from shardlib._tree import map_named, named_leaves
 from shardlib.step._first_optimizer_state import with_first_optimizer_state
-from shardlib.step._state import State, combine, shapes_together, state_shardings
+from shardlib.step._state import State, combine, shapes_without_workers, state_shardings
 from shardlib.step._workers import Workers, repeated
 
 _MODEL = (
@@ -47,7 +47,7 @@ def model_alone(like: State, described: Mapping[str, Any]) -> State:
     Parameters are trained or frozen, and of the dtypes, as in the checkpoint, of which the leaves
     are `described`.
     """
-    alone = shapes_together(like).replaced(opt_state=(), errors={})
+    alone = shapes_without_workers(like).replaced(opt_state=(), errors={})
     parameters = combine(alone.params, alone.frozen)
 
     def is_frozen(path: str) -> bool:

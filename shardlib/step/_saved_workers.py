@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.collectives._meetings import wide
-from shardlib.step._state import State, shapes_together, state_shardings
+from shardlib.step._state import State, shapes_without_workers, state_shardings
 from shardlib.step._workers import (
     Workers,
     mean_of_workers,
@@ -41,7 +41,7 @@ def like_saved_workers(state: State, shapes: Mapping[str, tuple[int, ...]]) -> S
         shapes: the shapes of all arrays of the checkpoint, by path.
     """
     stored = workers_in(shapes)
-    alone = shapes_together(state)
+    alone = shapes_without_workers(state)
     if stored is None:
         return alone
     had_server = _VERSIONS in shapes
@@ -97,7 +97,7 @@ def _without_workers(state: State, like: State) -> State:
     workers = state.workers
     if workers is None:
         return state
-    alone = shapes_together(like)
+    alone = shapes_without_workers(like)
     own: Any = workers.own
     shapes: Any = alone.params, alone.opt_state, alone.rest
     if workers.has_server:
@@ -117,7 +117,7 @@ def _with_workers_of(state: State, like: State, versions: Any) -> State:
     """
 
     def begun(params: Any, opt_state: Any, rest: Any, versions: Any) -> tuple[Any, Any, Any]:
-        workers: Any = like.layout.of_own(params, opt_state, rest)
+        workers: Any = like.layout.first_workers(params, opt_state, rest)
         if jax.tree.leaves(versions):
             # The last worker has seen all updates, which new ones are given too.
             workers = workers._replace(versions=repeated(versions[-1], like.layout.workers))

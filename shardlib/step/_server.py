@@ -42,7 +42,7 @@ def step_around_server(
         differentiate: the gradient of one worker, from a state and the examples that it has alone.
             Its metrics are of all workers.
         strategy: that of the step.
-        state: the state before, of the server and with what workers have of their own.
+        state: the state before, of the server and of the workers.
         batch: the examples of all workers.
     """
     layout, workers = state.layout, state.workers

@@ -166,10 +166,10 @@ class Layout:
         """How many workers have parameters of their own; 1 if all have the same."""
         return parts_over(self.strategy.device_mesh.shape, self.apart)
 
-    def of_own(self, params: Any, opt_state: Any, rest: Any) -> Workers | None:
-        """What workers have of their own before the first step: all have the same.
+    def first_workers(self, params: Any, opt_state: Any, rest: Any) -> Workers | None:
+        """The arrays of each worker before the first step, when all workers have the same.
 
-        None if they have nothing of their own.
+        None if all devices share one state.
         """
         if not self.apart:
             return None
@@ -287,7 +287,7 @@ class State:
 
         No model has that, and it may be larger than the parameters, and on the host.
         """
-        return reordered(together(self).replaced(opt_state=None, errors={}), natural=True)
+        return reordered(mean_over_workers(self).replaced(opt_state=None, errors={}), natural=True)
 
     def with_weights(self, weights: Any) -> "State":
         """The state with these parameters, cast and sharded as its own.
@@ -350,7 +350,7 @@ def _check_weights(given: dict[str, Any], parameters: dict[str, Any]) -> None:
             )
 
 
-def together(state: State) -> State:
+def mean_over_workers(state: State) -> State:
     """The state with the mean over workers, where they have parameters of their own.
 
     Its parameters and the model's other state are those of no worker; around a server, the
@@ -363,7 +363,7 @@ def together(state: State) -> State:
     if state.workers.has_server:
         own = with_dim(state.params), state.workers.rest
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(own)):
-        return shapes_together(state).replaced(opt_state=())
+        return shapes_without_workers(state).replaced(opt_state=())
     specs: Any = state_specs(state).workers
     mesh = state.layout.strategy.device_mesh
 
@@ -376,7 +376,7 @@ def together(state: State) -> State:
     return state.replaced(params=params, opt_state=(), rest=rest, workers=None)
 
 
-def shapes_together(state: State) -> State:
+def shapes_without_workers(state: State) -> State:
     """The same of shapes and shardings, of arrays or of their shapes."""
     if state.workers is None:
         return state

@@ -35,7 +35,7 @@ from shardlib.step._precision import wider
 
 
 class Workers(NamedTuple):
-    """What the workers of a run have of their own, and what their meetings keep.
+    """The arrays that each worker of a run has for itself, and what their meetings keep.
 
     Attributes:
         params: the trained parameters of each worker, with a dim of workers in front.
