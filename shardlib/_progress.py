@@ -7,7 +7,7 @@ import sys
 import time
 from types import TracebackType
 
-from shardlib._text import CLEAR_LINE, bar, coloured, human_bytes, shortened, terminal_width
+from shardlib._text import CLEAR_LINE, bar, coloured, human_bytes, shortened, terminal_width, text_width
 
 # Work that is shorter says nothing.
 _QUIET_SECONDS = 2.0
@@ -85,7 +85,7 @@ def _line(done: float, total: float, text: str) -> str:
     """
     # The last column stays free: some terminals wrap a line that fills it.
     room = (terminal_width(sys.stderr) or 80) - 1
-    width = min(_WIDTH, room - len(text) - 1)
+    width = min(_WIDTH, room - text_width(text) - 1)
     if width < _NARROWEST:
         return shortened(text, room)
     return f"{coloured(bar(done, total, width), 'green', sys.stderr)} {text}"

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TextIO
@@ -85,20 +86,48 @@ def coloured(text: str, colour: str, file: TextIO) -> str:
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
 
 
+def text_width(text: str) -> int:
+    """The columns of a terminal that a text takes: two for each Chinese, Japanese or Korean letter.
+
+    >>> text_width("layers"), text_width("注意力")
+    (6, 6)
+    """
+    if text.isascii():
+        return len(text)
+    return sum(map(_letter_width, text))
+
+
+def _letter_width(letter: str) -> int:
+    """The columns that a letter takes; none if it is drawn onto the letter before it."""
+    if unicodedata.combining(letter):
+        return 0
+    return 2 if unicodedata.east_asian_width(letter) in ("W", "F") else 1
+
+
 def shortened(text: str, width: int) -> str:
-    """A text of at most `width` letters, with its middle left out where it is longer.
+    """A text of at most `width` columns, with its middle left out where it is wider.
 
     The ends of paths, which tables have most of, say more than their middles.
 
     >>> shortened("layers/attention/query/kernel", 20)
     'layers/att…ry/kernel'
     """
-    if len(text) <= width:
+    if text_width(text) <= width:
         return text
-    # One letter is the dots, and an odd one goes to the beginning.
+    # One column is the dots, and an odd one goes to the beginning.
     kept = max(width - 1, 0)
     end = kept // 2
-    return f"{text[: kept - end]}…{text[len(text) - end :]}"
+    return f"{_beginning(text, kept - end)}…{_beginning(text[::-1], end)[::-1]}"
+
+
+def _beginning(text: str, width: int) -> str:
+    """As many letters of the beginning of a text as fit into some columns."""
+    taken = 0
+    for number, letter in enumerate(text):
+        taken += _letter_width(letter)
+        if taken > width:
+            return text[:number]
+    return text
 
 
 def wrapped(text: str, width: int | None, indent: str = "", later: str | None = None) -> str:
@@ -109,7 +138,7 @@ def wrapped(text: str, width: int | None, indent: str = "", later: str | None = 
     """
     if later is None:
         later = indent
-    if width is None or len(indent) + len(text) <= width:
+    if width is None or text_width(indent + text) <= width:
         return indent + text
     width = max(width, len(later) + 20)
     return textwrap.fill(
@@ -164,21 +193,22 @@ def _aligned(row: Sequence[str], widths: Mapping[int, int], right: Collection[in
     """The cells of a row, each as wide as its column; those of the columns `right` end alike."""
     cells: list[str] = []
     for column, cell in enumerate(row):
+        space = " " * (widths[column] - text_width(cell))
         if column in right:
-            cells.append(cell.rjust(widths[column]))
+            cells.append(space + cell)
         else:
-            cells.append(cell.ljust(widths[column]))
+            cells.append(cell + space)
     return cells
 
 
 def _widths(rows: Sequence[Sequence[str]], columns: Iterable[int]) -> dict[int, int]:
-    """The letters of the longest text in each column, by the number of the column.
+    """The width of the widest text in each column, by the number of the column.
 
     A row without the column counts for nothing.
     """
     widths: dict[int, int] = {}
     for column in columns:
-        lengths = [len(row[column]) for row in rows if column < len(row)]
+        lengths = [text_width(row[column]) for row in rows if column < len(row)]
         widths[column] = max(lengths, default=0)
     return widths
 
@@ -238,7 +268,7 @@ def _shortened_row(row: Sequence[str], kept: list[int], limits: Mapping[int, int
     cells: list[str] = []
     for column in kept:
         if column < len(row):
-            cells.append(shortened(row[column], limits.get(column, len(row[column]))))
+            cells.append(shortened(row[column], limits.get(column, text_width(row[column]))))
     return cells
 
 

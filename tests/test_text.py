@@ -15,7 +15,7 @@ from flax import nnx
 import shardlib as sl
 from models import gpt
 from shardlib import _progress
-from shardlib._text import coloured, shortened, table, terminal_width, wrapped
+from shardlib._text import coloured, shortened, table, terminal_width, text_width, wrapped
 from shardlib.planning import _command
 
 CONFIG = gpt.tiny(layers=2, width=64, heads=4, context=32, vocab=256)
@@ -83,17 +83,18 @@ def test_text_is_not_shortened_without_a_terminal_width(plan, state, monkeypatch
 
 
 @pytest.mark.parametrize("columns", [120, 80, 40, 12])
-def test_progress_bar_stays_within_its_line(monkeypatch, columns):
+@pytest.mark.parametrize("corpus", ["a corpus with a long name", "一个名字很长的语料库"])
+def test_progress_bar_stays_within_its_line(monkeypatch, columns, corpus):
     terminal, now = io.StringIO(), iter(range(0, 100, 10))
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     monkeypatch.setenv("COLUMNS", str(columns))
-    bar = _progress.Progress("data", "reading 1,234 files of a corpus with a long name", 1 << 40)
+    bar = _progress.Progress("data", f"reading 1,234 files of {corpus}", 1 << 40)
     bar.at(1 << 30), bar.at(1 << 36)
     lines = terminal.getvalue().split("\r\x1b[K")[1:]
     lines = [re.sub(r"\x1b\[\d+m", "", line) for line in lines]  # colours take no room
-    assert len(lines) == 2 and all(0 < len(line) < columns for line in lines)
+    assert len(lines) == 2 and all(0 < text_width(line) < columns for line in lines)
     assert columns < 120 or ("░" in lines[1] and lines[1].endswith("s left"))
 
 
@@ -142,6 +143,17 @@ def test_text_tables_shorten_words_and_then_drop_columns():
     assert [len(shortened("abcdefgh", size)) for size in (1, 2, 3, 7, 8, 9)] == [1, 2, 3, 7, 8, 8]
     assert wrapped("one two three", None) == "one two three"
     assert wrapped("one two three " * 9, 40, "- ", "  ").splitlines()[1].startswith("  ")
+
+
+@pytest.mark.parametrize("text", ["注意力/查询/内核", "층/가중치/커널", "e\u0301tat/couche/noyau", "ＡＢＣ"])
+def test_wide_letters_take_their_columns(text):
+    lines = table([(text, "4"), ("layers/kernel/bias", "16")], right=(1,)).splitlines()
+    assert len(set(map(text_width, lines))) == 1
+    for width in range(2, text_width(text) + 2):
+        fits = shortened(text, width)
+        assert width - 2 <= min(text_width(fits), text_width(text)) and text_width(fits) <= width
+    lines = table([(text * 9, "x")], width=40, shorten=(0,)).splitlines()
+    assert all(text_width(line) <= 40 for line in lines)
 
 
 def test_describe_of_a_tiny_model_fits_the_terminal_width(width):
