@@ -7,7 +7,15 @@ import sys
 import time
 from types import TracebackType
 
-from shardlib._text import CLEAR_LINE, bar, coloured, human_bytes, shortened, terminal_width, text_width
+from shardlib._text import (
+    CLEAR_LINE,
+    bar,
+    coloured,
+    human_bytes,
+    shortened,
+    terminal_width,
+    text_width,
+)
 
 # Work that is shorter says nothing.
 _QUIET_SECONDS = 2.0

@@ -145,7 +145,9 @@ def test_text_tables_shorten_words_and_then_drop_columns():
     assert wrapped("one two three " * 9, 40, "- ", "  ").splitlines()[1].startswith("  ")
 
 
-@pytest.mark.parametrize("text", ["注意力/查询/内核", "층/가중치/커널", "e\u0301tat/couche/noyau", "ＡＢＣ"])
+@pytest.mark.parametrize(
+    "text", ["注意力/查询/内核", "층/가중치/커널", "e\u0301tat/couche/noyau", "ＡＢＣ"]
+)
 def test_wide_letters_take_their_columns(text):
     lines = table([(text, "4"), ("layers/kernel/bias", "16")], right=(1,)).splitlines()
     assert len(set(map(text_width, lines))) == 1

@@ -281,5 +281,15 @@ def _share_out(alive: list[Value], flow: Flow) -> Iterator[Piece]:
         attributed.append((value.offset, value.offset + value.size))
         size = _covered(attributed) - before
         if size:
-            # Without the layout: "bf16[16,4096]{1,0}" says no more than "bf16[16,4096]".
-            yield Piece(kind, size, re.sub(r"\{[^}]*\}", "", value.type), op_name, source)
+            yield Piece(kind, size, _plain_type(value.type), op_name, source)
+
+
+def _plain_type(text: str) -> str:
+    """The type of a value for a report, without its layout, of which few readers think.
+
+    A tuple has no numbers of its own: what is in memory is where its arrays are.
+
+    >>> _plain_type("bf16[16,4096]{1,0}"), _plain_type("(f32[4096]{0}, s32[])")
+    ('bf16[16,4096]', 'pointers')
+    """
+    return "pointers" if text.startswith("(") else re.sub(r"\{[^}]*\}", "", text)

@@ -27,6 +27,7 @@ from shardlib.planning._compiled_step import Machine, compile_step
 from shardlib.planning._frontier_picture import picture
 from shardlib.planning._machine import check_planned, checked_target, on_target
 from shardlib.step._remat_budget import Layers
+from shardlib.step._remat_checks import NoMarkedBlocksError
 from shardlib.step._state import State
 from shardlib.step._step import Step, with_remat
 
@@ -194,7 +195,13 @@ class _Search:
         Choices come from the trace, so that a step without marked blocks is refused before anything
         is compiled.
         """
-        layers = Layers.of(loops_of_step(step, state, batch))
+        try:
+            layers = Layers.of(loops_of_step(step, state, batch))
+        except NoMarkedBlocksError:
+            raise ValueError(
+                "`frontier` compares what blocks marked with `sl.remat` may keep, and the loss "
+                "calls no such block. Mark the model's blocks, `block = sl.remat(block)`."
+            ) from None
         machine = Machine.of(step.strategy.device_mesh, target)
         return cls(step, state, batch, machine, layers, cache)
 

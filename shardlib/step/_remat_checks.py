@@ -22,6 +22,10 @@ from shardlib.tracing._jaxpr import every_equation, held_functions, is_block, li
 from shardlib.tracing._sign_checks import readers_of_values
 
 
+class NoMarkedBlocksError(ValueError):
+    """A loss that is to compute blocks again has no block that is marked for it."""
+
+
 def check_marked(jaxpr: Any, kept: Remat, asked: Any) -> None:
     """Refuse recomputation of a loss that marks nothing for it, and names that nothing has.
 
@@ -38,7 +42,7 @@ def check_marked(jaxpr: Any, kept: Remat, asked: Any) -> None:
                 f"part={missing[0]!r})`; or leave `remat` out."
             )
     elif not blocks:
-        raise ValueError(
+        raise NoMarkedBlocksError(
             f"`Strategy(remat={text})` recomputes blocks marked with `sl.remat`, and the loss "
             "calls none: the program would be the same. Mark the model's blocks, `block = "
             "sl.remat(block)`; or leave `remat` out."
