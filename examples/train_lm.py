@@ -118,6 +118,10 @@ def check(run: Run) -> None:
     """What can be seen before the data is read."""
     check_folder(run, run.lines())
     try:
+        _ = run.strategy.device_mesh  # made when it is first asked for
+    except ValueError as error:
+        raise SystemExit(f"`strategy.mesh={run.strategy.mesh}`: {error}") from None
+    try:
         sl.local_rows(run.batch, run.strategy)
     except ValueError as error:
         raise SystemExit(f"`batch={run.batch}`: {error}") from None

@@ -546,6 +546,8 @@ def test_command_line_mistakes_are_explained_in_a_sentence(arguments, message):
             ["--data.tokenizer", "bpe:3000"],
             "`data.tokenizer=bpe:3000` has more tokens than `model.vocab=2048`",
         ),
+        (["--strategy.mesh", "data=16"], "^`strategy.mesh=data=16`: .* takes 16 and there are 8"),
+        (["--batch", "12"], "^`batch=12`: "),
     ],
 )
 def test_train_lm_checks_the_configuration_before_reading_data(arguments, message, tmp_path):
