@@ -268,6 +268,32 @@ def test_optimizer_state_relations_when_leaves_depend_on_size():
     assert kinds(large, params) == {"inner_state/trace/big": same("big", 2)}
 
 
+def test_optimizer_state_relations_when_labels_compare_sizes():
+    def label(p):
+        return "wide" if p.shape[-1] == 64 else "narrow"
+
+    labels = lambda tree: jax.tree.map(label, tree)
+    choices = {"wide": optax.adam(0.1), "narrow": optax.sm3(0.1)}
+    found = kinds(optax.partition(choices, labels), shapes(square=(64, 64), w=(16, 64), b=(8,)))
+    moments = {path: kind for path, kind in found.items() if kind != "scalar"}
+    assert {path for path in moments if "wide" in path} == {
+        f"inner_states/wide/inner_state/0/{moment}/{name}"
+        for moment in ("mu", "nu")
+        for name in ("square", "w")
+    }
+    for path, kind in moments.items():
+        name = path.rpartition("/")[2]
+        assert kind == same(name, 2) or "narrow" in path
+
+    def factored(params):
+        """Has the factors of a matrix only as it is."""
+        matrix = params["w"]
+        return {"rows": jnp.zeros(64), "whole": matrix} if matrix.shape == (64, 64) else {}
+
+    found = kinds(optax.GradientTransformation(factored, None), shapes(w=(64, 64)))
+    assert found == {"rows": ("ambiguous", "w", (None,)), "whole": same("w", 2)}
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64])
 def test_optimizer_state_relations_probe_with_the_parameter_dtype(dtype):
     seen = []

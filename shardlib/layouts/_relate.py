@@ -240,8 +240,12 @@ def _followed_dims(probe: _Probe, parameter_of: Mapping[str, int]) -> dict[str, 
 
     Dim 0 of all parameters is resized, then dim 1 and so on, and all dims at last. The ways of
     resizing are tried until they explain every leaf; one that none explains is left out.
+
+    A mask that compares sizes, `kernel.shape[-1] == 1024`, leaves a leaf out whenever these are
+    other ones. If it has the shape of its parameter, it is taken to follow it dim for dim.
     """
     explained: dict[str, Dims] = {}
+    masked: dict[str, Dims] = {}
     rank = max((len(shape) for _, shape in probe.parameters), default=0)
     for resize in _RESIZES:
         if parameter_of.keys() <= explained.keys():
@@ -260,7 +264,9 @@ def _followed_dims(probe: _Probe, parameter_of: Mapping[str, int]) -> dict[str, 
             dims = _explained(probe.base[path], parameter_shape, shapes, resize)
             if dims is not None:
                 explained[path] = dims
-    return explained
+            elif None in shapes and probe.base[path] == parameter_shape:
+                masked[path] = tuple(range(len(parameter_shape)))
+    return {**masked, **explained}
 
 
 def _first_dims(probe: _Probe, parameter_of: Mapping[str, int]) -> dict[str, Dims]:
