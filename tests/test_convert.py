@@ -132,6 +132,9 @@ def read(folder):
 
 def wrong(folder):
     return make()
+
+def careful(folder):
+    raise ValueError(f"there is no sizes.json in {folder}")
 """
 
 
@@ -159,6 +162,9 @@ def test_a_model_of_ones_own_is_converted_by_its_own_table(tmp_path, monkeypatch
         assert not (tmp_path / "other").exists()
     assert main(["weights", "export", "theirs", "again", *mine]) == 2
     assert "has no checkpoints, in a folder `checkpoints`" in capsys.readouterr().err
+    # What a function says of a folder of this machine has the folder's own name.
+    assert main(["weights", "export", "ours", "again", "--model", "mine.py:careful"]) == 2
+    assert "there is no sizes.json in ours\n" in capsys.readouterr().err
     assert main(["weights", "export", "nowhere", "again", *mine]) == 2
     assert not (tmp_path / "nowhere").exists() and not (tmp_path / "theirs/checkpoints").exists()
 

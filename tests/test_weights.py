@@ -441,6 +441,14 @@ def test_show_and_diff_tell_what_is_in_files(tmp_path, capsys):
     assert capsys.readouterr().out == "17 tensors, all equal.\n"
     assert main(["weights", "diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
     assert capsys.readouterr().out == "h.1.2.up: differs by 0.5 at most\n"
+    parameters["blocks"]["up"][1, 2, 1, 1] = np.inf
+    save(tmp_path / "three", parameters, TABLE)
+    parameters["blocks"]["up"][1, 2, 0, 0] += 0.25
+    save(tmp_path / "four", parameters, TABLE)
+    assert main(["weights", "diff", str(tmp_path / "three"), str(tmp_path / "four")]) == 1
+    assert capsys.readouterr().out == "h.1.2.up: differs by 0.25 at most\n"
+    assert main(["weights", "diff", str(tmp_path / "two"), str(tmp_path / "three")]) == 1
+    assert capsys.readouterr().out == "h.1.2.up: differs by inf at most\n"
     assert main(["weights", "show", str(tmp_path / "none")]) == 2
     assert "model.safetensors.index.json" in capsys.readouterr().err
 

@@ -157,5 +157,8 @@ def _apart(a: np.ndarray, b: np.ndarray) -> float:
         # Modulo the size of the dtype, which is exact.
         unsigned = f"u{a.dtype.itemsize}"
         return float((np.maximum(a, b) - np.minimum(a, b)).view(unsigned).max())
-    apart = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # infinity less infinity, which is no number
+        distances = np.abs(a - b)
+    apart = np.where(a == b, 0.0, distances).max()
     return float("inf") if np.isnan(apart) else float(apart)

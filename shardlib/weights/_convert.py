@@ -98,10 +98,7 @@ def export_weights(
         if not checkpoints.steps():
             raise ValueError(f"`{source}` has no checkpoints, in a folder `{CHECKPOINTS}`.")
         beside = _beside(checkpoints.folder.parent)
-        # The function reads a folder of this machine.
-        with tempfile.TemporaryDirectory() as copied:
-            _write(beside, Path(copied))
-            described = _described(Path(copied), model)
+        described = _described_beside(source, beside, model)
         make_model = described.make_model
         like = init(make_model, None, _strategy(make_model), abstract=True)
         restored = checkpoints.restore_model(like, step=step)
@@ -126,6 +123,18 @@ class _Described(NamedTuple):
     make_model: Callable[[], Any]
     table: Table
     config: Mapping[str, Any] | None = None
+
+
+def _described_beside(source: str, beside: Mapping[str, bytes], model: str) -> _Described:
+    """What the function `model` says of a model by the files beside its checkpoints.
+
+    It reads a folder of this machine, into which files in a bucket are copied first.
+    """
+    if "://" not in source:
+        return _described(Path(source).expanduser(), model)
+    with tempfile.TemporaryDirectory() as copied:
+        _write(beside, Path(copied))
+        return _described(Path(copied), model)
 
 
 def _described(folder: Path, model: str) -> _Described:
