@@ -3,6 +3,7 @@
 Work that is done within two seconds says nothing.
 """
 
+import contextlib
 import sys
 import time
 from types import TracebackType
@@ -11,6 +12,7 @@ from shardlib._text import (
     CLEAR_LINE,
     bar,
     coloured,
+    encodable,
     human_bytes,
     shortened,
     terminal_width,
@@ -29,8 +31,22 @@ _WIDTH, _NARROWEST = 24, 4
 
 def log(package: str, text: str) -> None:
     """One line for people, on the standard error, from one of the packages of shardlib."""
-    sys.stderr.write(f"shardlib.{package}: {text}\n")
-    sys.stderr.flush()
+    write_error(f"shardlib.{package}: {text}\n")
+
+
+def say(text: str) -> None:
+    """One line for people, on the standard error, from shardlib."""
+    write_error(f"shardlib: {text}\n")
+
+
+def write_error(text: str) -> None:
+    """Write on the standard error, if anybody still reads it.
+
+    A terminal may have been closed since, or a pipe may have ended. No work ends for that.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 class Progress:
@@ -62,8 +78,7 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self.drawn:
-            sys.stderr.write(CLEAR_LINE)
-            sys.stderr.flush()
+            write_error(CLEAR_LINE)
 
     def advance(self, more_bytes: int) -> None:
         """Show that so many more bytes are done, unless something was shown a moment ago."""
@@ -81,8 +96,7 @@ class Progress:
             log(self.package, text)
             return
         self.next = now + _FRAME_SECONDS
-        sys.stderr.write(CLEAR_LINE + _line(done_bytes, self.total_bytes, text))
-        sys.stderr.flush()
+        write_error(CLEAR_LINE + _line(done_bytes, self.total_bytes, text))
         self.drawn = True
 
 
@@ -96,7 +110,8 @@ def _line(done: float, total: float, text: str) -> str:
     width = min(_WIDTH, room - text_width(text) - 1)
     if width < _NARROWEST:
         return shortened(text, room)
-    return f"{coloured(bar(done, total, width), 'green', sys.stderr)} {text}"
+    drawn = encodable(bar(done, total, width), sys.stderr)
+    return f"{coloured(drawn, 'green', sys.stderr)} {text}"
 
 
 def progress_line(what: str, done: int, total: int, seconds: float) -> str:

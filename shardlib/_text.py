@@ -19,6 +19,7 @@ CLEAR_LINE = "\r\x1b[K"
 COLOURS = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "cyan": 36}
 """What terminals call the colours of text, and heavy type."""
 
+_BLOCKS = re.compile("[█-▏]")  # what bars are drawn with, from a full one to an eighth
 _NARROWEST = 14  # letters that a column keeps when it is shortened
 
 
@@ -51,13 +52,17 @@ def terminal_width(file: TextIO | None = None) -> int | None:
 
     It is by default the standard output. `COLUMNS` in the environment decides where it is set.
     """
+    stream = file or sys.stdout
     columns = os.environ.get("COLUMNS", "")
     # Longer numbers are no widths, and very long ones Python refuses to read.
     if columns.isdecimal() and len(columns) < 6 and int(columns):
         return int(columns)
     try:
-        return os.get_terminal_size((file or sys.stdout).fileno()).columns or None
-    except (OSError, ValueError, AttributeError):  # a pipe, a file, a notebook, or closed
+        # The output of a notebook has the number of the terminal that its server was started in.
+        if not stream.isatty():
+            return None
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError, AttributeError):  # closed, or nothing of the kind
         return None
 
 
@@ -69,6 +74,23 @@ def bar(done: float, total: float, width: int = 24) -> str:
     """
     full = min(width, int(width * done / max(total, 1)))
     return "█" * full + "░" * (width - full)
+
+
+def encodable(text: str, file: TextIO) -> str:
+    """A text in letters that a file can be written: bars are drawn with blocks, which not all know.
+
+    >>> import io
+    >>> encodable("██▌░ 5 µs", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    '###. 5 ?s'
+    """
+    encoding = getattr(file, "encoding", None)
+    if not encoding:  # a file in memory takes any
+        return text
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return _BLOCKS.sub("#", text).replace("░", ".").encode(encoding, "replace").decode(encoding)
+    return text
 
 
 def coloured(text: str, colour: str, file: TextIO) -> str:
@@ -117,10 +139,10 @@ def shortened(text: str, width: int) -> str:
     # One column is the dots, and an odd one goes to the beginning.
     kept = max(width - 1, 0)
     end = kept // 2
-    return f"{_beginning(text, kept - end)}…{_beginning(text[::-1], end)[::-1]}"
+    return f"{beginning(text, kept - end)}…{beginning(text[::-1], end)[::-1]}"
 
 
-def _beginning(text: str, width: int) -> str:
+def beginning(text: str, width: int) -> str:
     """As many letters of the beginning of a text as fit into some columns."""
     taken = 0
     for number, letter in enumerate(text):

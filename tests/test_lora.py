@@ -287,6 +287,25 @@ def test_an_error_leaves_the_model_as_it_was():
     assert not any(hasattr(layer, "adapter") for layer in model)
 
 
+def test_layers_that_share_a_kernel_get_no_factors():
+    """Factors of one of them would be merged into the kernel of both."""
+    layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)]
+    model = nnx.List(layers)
+    layers[2].kernel = layers[0].kernel
+    for paths in ((".*",), ("0",)):
+        with pytest.raises(ValueError, match="the kernel of `0` is `2/kernel` too"):
+            lora.add(model, 2, paths=paths, rngs=nnx.Rngs(1))
+    assert not factors(model)
+    assert len(factors(lora.add(model, 2, paths=("1",), rngs=nnx.Rngs(1)))) == 1
+    table = nnx.Embed(4, 4, rngs=nnx.Rngs(0))
+    layers[1] = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    layers[1].kernel = table.embedding
+    with pytest.raises(ValueError, match="the kernel of `1` is `0/embedding` too"):
+        two(nnx.List([table, layers[1]]))
+    twice = nnx.List([layers[0], layers[0]])  # one layer, called twice, is one
+    assert len(factors(two(twice))) == 1
+
+
 def test_what_is_to_be_kept_must_be_there(tmp_path):
     table = hub.table(CONFIG)
     save(tmp_path, gpt.GPT(CONFIG, rngs=nnx.Rngs(0)), table)

@@ -71,6 +71,7 @@ def add(
                 f"`lora.add`: `{path}` has factors already. Put these into the kernels first: "
                 "`lora.merged(model)`."
             )
+        _check_not_tied(model, path, layer)
     for path in chosen:
         layer = layers[path]
         adapter = Adapter(_kernel(layer), rank, alpha / rank, rngs)
@@ -143,6 +144,21 @@ def _chosen(patterns: tuple[str, ...], layers: dict[str, Any]) -> list[str]:
             )
         chosen += [path for path in matched if path not in chosen]
     return chosen
+
+
+def _check_not_tied(model: nnx.Module, path: str, layer: Any) -> None:
+    """Refuse a layer whose kernel another module has too: what is added to it is one layer's."""
+    for other_path, module in nnx.iter_modules(model):
+        if module is layer:
+            continue
+        for name, value in vars(module).items():
+            if value is layer.kernel:
+                other = "/".join([*map(str, other_path), name])
+                raise ValueError(
+                    f"`lora.add`: the kernel of `{path or 'the model'}` is `{other}` too, and its "
+                    "factors would be added for one of them alone. Give each a kernel of its own, "
+                    "or leave the layer out of `paths`."
+                )
 
 
 def _kernel(layer: Any) -> Kernel:

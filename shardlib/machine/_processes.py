@@ -24,6 +24,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from shardlib._progress import say
+
 COORDINATOR = "SHARDLIB_COORDINATOR"
 PROCESSES = "SHARDLIB_PROCESSES"
 PROCESS = "SHARDLIB_PROCESS"
@@ -394,7 +396,7 @@ def _resolve(host: str, port: int, way_out: str) -> list[tuple[socket.AddressFam
             if not is_announced and waited > 2:
                 is_announced = True
                 reason = f"process 0, to have an address ({error.strerror})"
-                sys.stderr.write(f"shardlib: waiting for `{host}`, {reason}\n")
+                say(f"waiting for `{host}`, {reason}")
         time.sleep(1)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardlib._text import CLEAR_LINE, coloured, listed, terminal_width
+from shardlib._text import CLEAR_LINE, coloured, encodable, listed, terminal_width
 from shardlib._user_files import load_module, split_name
 from shardlib.data._store import cache_folder
 from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
@@ -33,8 +33,6 @@ from shardlib.step._step import Step
 
 # The variable by which a child knows that it is one, and where it writes its answer.
 _CHILD = "SHARDLIB_PLAN_ANSWER"
-# The letters that bars are drawn with, from a full one to an eighth.
-_BLOCKS = re.compile("[█-▏]")
 _BARS = re.compile("[█-▏]+")
 # What is planned of a file where nothing else is named: what the trainer trains.
 _RUN = "run"
@@ -219,14 +217,8 @@ def _stop(*_: object) -> None:
 
 def _print(report: str) -> None:
     """Print a report, also where the terminal knows no bars or stops reading."""
-    # Bars are drawn with blocks, which some terminals cannot write.
-    encoding = sys.stdout.encoding or "ascii"
     try:
-        report.encode(encoding)
-    except UnicodeEncodeError:
-        report = _BLOCKS.sub("#", report).encode(encoding, "replace").decode(encoding)
-    try:
-        print(_in_colours(report), flush=True)
+        print(_in_colours(encodable(report, sys.stdout)), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

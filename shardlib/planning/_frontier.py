@@ -10,7 +10,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardlib._notebook import Shown
+from shardlib._progress import say
 from shardlib._text import human_bytes, table
 from shardlib.checks import _arguments as check
 from shardlib.layouts._remat_text import plain_remat, remat_code, remat_words
@@ -258,7 +258,7 @@ class _Search:
         made = compile_step(step, self.state, self.batch, self.machine, self.cache)
         assert made.flops is not None
         size = made.memory.total_bytes
-        say(f"{human_bytes(size)} with {remat_code(remat)} ({number + 1} of {count} compiled)")
+        say_once(f"{human_bytes(size)} with {remat_code(remat)} ({number + 1} of {count} compiled)")
         return size, made.flops.total
 
 
@@ -291,11 +291,10 @@ def _undominated(found: Sequence[_Measured]) -> list[FrontierPoint]:
     return [*best, everything]
 
 
-def say(text: str) -> None:
+def say_once(text: str) -> None:
     """A line on standard error about work that takes long.
 
     Only one process of a job says it. Standard output is left to what commands print.
     """
     if jax.process_index() == 0:
-        sys.stderr.write(f"shardlib: {text}\n")
-        sys.stderr.flush()
+        say(text)

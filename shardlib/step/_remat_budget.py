@@ -11,7 +11,6 @@ keep more beside it, so that only compiled programs say what fits.
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from shardlib._progress import say
 from shardlib._text import human_bytes, table
 from shardlib.layouts._remat_policy import Remat, RematLayers
 from shardlib.layouts._remat_text import plain_remat, remat_code
@@ -205,7 +205,7 @@ def _say(tried: Tried, budget: int) -> None:
     if jax.process_index() == 0:
         peak, whole = human_bytes(tried.peak), human_bytes(budget)
         value = remat_code(plain_remat(tried.remat))
-        sys.stderr.write(f"shardlib: {peak} of a budget of {whole} with {value}\n")
+        say(f"{peak} of a budget of {whole} with {value}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,9 +66,10 @@ def _end_after_main_thread() -> None:
     """Wait for the main thread, and end the process without waiting for any other."""
     threading.main_thread().join()
     time.sleep(_SECONDS_TO_END)
-    # `os._exit` writes nothing that is still in a buffer.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # `os._exit` writes nothing that is still in a buffer. Nobody may read it any more.
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(1)
 
 

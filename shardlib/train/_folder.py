@@ -15,7 +15,6 @@ an evaluation that was due after its last step.
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import jax
 
 from shardlib._lock import BEAT_SECONDS, POLL_SECONDS, Claim, Other, TakenError, hold
+from shardlib._progress import say
 from shardlib.machine._agreement import gather_texts
 from shardlib.train._contents import sealed, unsealed
 
@@ -88,9 +88,7 @@ def count_failures(folder: Path, step: int | None) -> int:
     except FileNotFoundError:
         return 0
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.stderr.write(
-            f"shardlib: {folder / _FAILURES} cannot be used, and is left out of account: {error}\n"
-        )
+        say(f"{folder / _FAILURES} cannot be used, and is left out of account: {error}")
         return 0
     # Attempts from another checkpoint say nothing of this one.
     if failures["from"] != step:
@@ -223,16 +221,12 @@ def _wait_for_holder(lock: Path) -> str:
             return _describe_stalled(lock, other)
         if condition == "dead":
             if other.take_away():
-                sys.stderr.write(
-                    f"shardlib: {other.name} left {lock} behind; it is taken for dead\n"
-                )
+                say(f"{other.name} left {lock} behind; it is taken for dead")
             return ""
         # Most are seen to be alive or gone at once; of a longer wait a person wants to know.
         if not announced and time.monotonic() - start > 1:
             announced = True
-            sys.stderr.write(
-                f"shardlib: waiting to see whether {other.name} is still at work in {lock.parent}\n"
-            )
+            say(f"waiting to see whether {other.name} is still at work in {lock.parent}")
         time.sleep(POLL_SECONDS)
 
 

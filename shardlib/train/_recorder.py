@@ -2,13 +2,13 @@
 
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from shardlib._lock import TakenError
+from shardlib._progress import say
 from shardlib.train._folder import Occupied
 from shardlib.train._sinks import Sink
 
@@ -40,9 +40,7 @@ class Recorder:
                 os.kill(os.getpid(), signal.SIGTERM)
             self.folder_lost = True
         except OSError as error:
-            sys.stderr.write(
-                f"shardlib: whether the folder of the run is another's cannot be seen: {error}\n"
-            )
+            say(f"whether the folder of the run is another's cannot be seen: {error}")
             return False
         return not self.folder_lost
 
@@ -57,6 +55,4 @@ class Recorder:
             try:
                 sink(record)
             except OSError as error:  # a record less, and no reason to end a run
-                sys.stderr.write(
-                    f"shardlib: a record of step {record['step']} could not be written: {error}\n"
-                )
+                say(f"a record of step {record['step']} could not be written: {error}")

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from shardlib._text import CLEAR_LINE, bar, coloured
+from shardlib._progress import say
+from shardlib._text import CLEAR_LINE, bar, beginning, coloured, encodable, terminal_width
 from shardlib.checks import _arguments as check
 
 # Numbers from here on are shortened by a letter for thousands, millions and so on.
@@ -29,6 +31,9 @@ _LEAST_SHORTENED = 10_000
 _LETTERS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 # How wide a bar's line may be where the width of the terminal cannot be known.
 _DEFAULT_COLUMNS = 100
+
+# What a bar asks of the file that it is written to.
+_OF_FILES = ("write", "flush", "isatty")
 
 Record = Mapping[str, Any]
 Sink = Callable[[Record], None]
@@ -54,6 +59,7 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = check.path("JsonLines", "path", path)
         self._last_step: int | None = None
+        self._first_anew: int | None = None  # of an attempt whose file is not rewritten yet
 
     def __call__(self, record: Record) -> None:
         """Add a line."""
@@ -66,7 +72,11 @@ class JsonLines:
                 "a record without `crc32`, which the sink adds itself",
             )
         if _begins_attempt(record, self._last_step):
-            self._drop_from(_first_step_anew(record))
+            self._first_anew = _earlier(self._first_anew, _first_step_anew(record))
+        if self._first_anew is not None:
+            # A full disk may not take it, and the next record tries again.
+            self._drop_from(self._first_anew)
+            self._first_anew = None
         self._last_step = record["step"]
         line = json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False)
         with self.path.open("ab") as file:
@@ -108,9 +118,12 @@ class JsonLines:
             previous_step = line_step
             if line_step < step:
                 kept.append(line + b"\n")
-        rewritten = self.path.with_suffix(".rewritten")
+        # The file itself, which the path may be a link to.
+        file = self.path.resolve()
+        rewritten = file.with_name(f"{file.name}.rewritten")
         rewritten.write_bytes(b"".join(kept))
-        rewritten.replace(self.path)
+        shutil.copymode(file, rewritten)
+        rewritten.replace(file)
 
     def _checked_step(self, number: int, line: bytes) -> int | None:
         """The step of a line's record; None if the line is to be left out, which is said.
@@ -134,7 +147,7 @@ class JsonLines:
     def _warn(self, number: int, line: bytes, what: str) -> None:
         """Say on standard error what is wrong with a line, with its number and its beginning."""
         shown = line[:60].decode(errors="replace")
-        sys.stderr.write(f"shardlib: line {number} of {self.path} {what}: {shown}\n")
+        say(f"line {number} of {self.path} {what}: {shown}")
 
 
 # A line with a checksum: what precedes it, less the closing brace, and the checksum.
@@ -188,19 +201,21 @@ class TensorBoard:
         self._make = SummaryWriter
         self._folder, self._writer = str(folder), None
         self._last_step: int | None = None
+        self._first_anew: int | None = None  # of an attempt that has no writer yet
 
     def __call__(self, record: Record) -> None:
         """Add a point to each curve; what an earlier attempt drew beyond this step is dropped."""
         _check_record("TensorBoard", record)
         step = record["step"]
-        if self._writer is not None and _begins_attempt(record, self._last_step):
-            self._writer.close()
-            self._writer = None
+        if _begins_attempt(record, self._last_step):
+            self._first_anew = _earlier(self._first_anew, _first_step_anew(record))
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
         self._last_step = step
         if self._writer is None:
-            self._writer = self._make(
-                self._folder, purge_step=_first_step_anew(record), flush_secs=1
-            )
+            self._writer = self._make(self._folder, purge_step=self._first_anew, flush_secs=1)
+            self._first_anew = None
         for name, value in record.items():
             if name == "note":
                 self._writer.add_text(name, value, step)
@@ -235,7 +250,7 @@ class Progress:
         self.width = check.whole(
             "Progress", "width", width, "a number of letters", least=1, most=10_000
         )
-        if file is not None and not hasattr(file, "write"):
+        if file is not None and not all(hasattr(file, name) for name in _OF_FILES):
             raise check.refusal("Progress", "file", file, "a file to write to, or None")
         self._file = sys.stderr if file is None else file
         self._is_drawn = False  # whether the terminal's line has a bar now
@@ -272,12 +287,14 @@ class Progress:
     def _draw(self, step: int, text: str) -> None:
         """Draw the bar of a step with a text behind it, in place of the one that is there.
 
-        What is too long for the terminal is cut: a second line could not be drawn over.
+        The bar takes a quarter of a narrow terminal. What is too long behind it is cut: a second
+        line could not be drawn over.
         """
-        drawn = bar(step, self.steps, self.width)
-        # Colours take no room, and so are put in after the cut.
-        line = f"{drawn} {text}"[: _columns()]
-        line = coloured(line[: len(drawn)], "green", self._file) + line[len(drawn) :]
+        # The last column is left for the cursor.
+        room = (terminal_width(self._file) or _DEFAULT_COLUMNS) - 1
+        drawn = encodable(bar(step, self.steps, min(self.width, room // 4)), self._file)
+        shown = beginning(encodable(f" {text}", self._file), room - len(drawn))
+        line = coloured(drawn, "green", self._file) + shown
         # The last one stays, and whatever is written next begins below it.
         self._is_drawn = step < self.steps
         end = "" if self._is_drawn else "\n"
@@ -286,6 +303,7 @@ class Progress:
 
     def _line(self, text: str, colour: str | None = None) -> None:
         """Write a line in place of the bar, which is drawn below it by the next record."""
+        text = encodable(text, self._file)
         if colour is not None:
             text = coloured(text, colour, self._file)
         if self._is_drawn:
@@ -346,20 +364,17 @@ def _first_step_anew(record: Record) -> int:
     return record["step"]
 
 
+def _earlier(step: int | None, other: int) -> int:
+    """The earlier of two steps, of which the first may be none."""
+    return other if step is None else min(step, other)
+
+
 def _begins_attempt(record: Record, last_step: int | None) -> bool:
     """Whether a record is the first of an attempt; `last_step` is that of the one before it.
 
     A sink may be used for a second run, which takes steps again that the first one has recorded.
     """
     return last_step is None or record["step"] < last_step
-
-
-def _columns() -> int:
-    """How many letters fit the terminal's line, with one left for the cursor."""
-    try:
-        return os.get_terminal_size().columns - 1
-    except OSError:
-        return _DEFAULT_COLUMNS
 
 
 def _label(name: str) -> str:
@@ -379,10 +394,10 @@ def _short(value: Any) -> str:
     """
     if not isinstance(value, float):
         return str(value)
-    if abs(value) >= _LEAST_SHORTENED:
-        # The largest unit first.
+    if _LEAST_SHORTENED <= abs(value) < math.inf:
+        # The largest unit first. What is rounded to a thousand of a unit is one of the next.
         for size, letter in _LETTERS:
-            if abs(value) >= size:
+            if abs(value) >= 0.9995 * size:
                 return f"{value / size:.3g}{letter}"
     return f"{value:.4g}"
 
@@ -390,14 +405,17 @@ def _short(value: Any) -> str:
 def _duration(seconds: float) -> str:
     """A time in the two units that matter most.
 
-    >>> _duration(42), _duration(3700), _duration(200_000)
-    ('42 s', '1 h 01 min', '2 d 07 h')
+    >>> _duration(42), _duration(3700), _duration(200_000), _duration(math.inf)
+    ('42 s', '1 h 01 min', '2 d 07 h', 'inf s')
     """
-    minutes, hours = int(seconds) // 60, int(seconds) // 3600
-    if seconds < 60:
-        return f"{seconds:.0f} s"
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
+    whole = round(seconds)
+    minutes, hours = whole // 60, whole // 3600
+    if whole < 60:
+        return f"{whole} s"
     if minutes < 60:
-        return f"{minutes} min {int(seconds) % 60:02d} s"
+        return f"{minutes} min {whole % 60:02d} s"
     if hours < 48:
         return f"{hours} h {minutes % 60:02d} min"
     return f"{hours // 24} d {hours % 24:02d} h"
