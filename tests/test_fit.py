@@ -518,7 +518,14 @@ def test_fit_makes_up_for_an_evaluation_that_failed_at_its_end(tmp_path):
         assert evaluated(records) == expected
 
 
-@pytest.mark.parametrize("measured", [1.0, np.ones(()), {"loss": {"a": 1.0}}, ["loss"]], ids=str)
+@pytest.mark.parametrize(
+    "measured",
+    [
+        *[1.0, np.ones(()), ["loss"]],
+        *[{"loss": {"a": 1.0}}, {"loss": None}, {"loss": "1.5"}, {"loss": [1.0, None]}],
+    ],
+    ids=str,
+)
 def test_fit_refuses_what_an_evaluation_returns_and_saves_the_state(tmp_path, measured):
     with pytest.raises(
         ValueError, match=r"`fit\(evaluate=...\)` is a function that returns numbers"

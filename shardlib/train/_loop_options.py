@@ -205,9 +205,24 @@ def check_measured(measured: Any) -> None:
     if not isinstance(measured, Mapping):
         raise ValueError(f"`fit(evaluate=...)` is {takes}; it returned {check.shown(measured)}.")
     for name, value in measured.items():
-        try:
-            np.asarray(value, float)
-        except (TypeError, ValueError):
+        if not _is_numbers(value):
             raise ValueError(
                 f"`fit(evaluate=...)` is {takes}; of `{name}` it returned {check.shown(value)}."
-            ) from None
+            )
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a value is a number, or an array of numbers.
+
+    NumPy would read numbers from texts and dates, and call None a number that is none.
+    """
+    array = np.asarray(value)
+    if array.dtype.kind in "USMmc":
+        return False
+    if array.dtype.kind == "O" and any(one is None for one in array.flat):
+        return False
+    try:
+        array.astype(float)
+    except (TypeError, ValueError):
+        return False
+    return True
