@@ -96,6 +96,17 @@ def test_plan_attributes_the_heap_by_kind(on_cpu):
     assert pieces + kinds["fragmentation"] == on_cpu.memory.heap_bytes
 
 
+@pytest.mark.parametrize(
+    "name", ["head's", 'the "head"', "a\\b", "注意", "a, metadata={b}", "a\nb"]
+)
+def test_plan_knows_parameters_by_whatever_name(name):
+    strategy = sl.Strategy(mesh="data=8", rules=sl.rules.data)
+    state = sl.init(lambda: {name: jnp.ones((8, 16))}, optax.adam(1e-2), strategy)
+    step = sl.train_step(lambda model, x, rng: jnp.mean((x @ model[name]) ** 2), strategy)
+    kinds = sl.plan(step, state, jax.ShapeDtypeStruct((16, 8), "float32")).memory.kinds
+    assert (kinds["parameters"], kinds["optimizer state"]) == (512, 1028)
+
+
 @pytest.mark.representative("2-full-cpu:8", "2-full-gpu:h200:1x1x8")
 @pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)

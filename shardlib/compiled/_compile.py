@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from shardlib.compiled._hlo import Program, first
+from shardlib.compiled._name_stacks import op_name_in
 from shardlib.compiled._source_lines import stack_lines
 from shardlib.compiled._written import Kept, Sizes, Written
 from shardlib.machine._absent import without_cache
@@ -315,7 +316,7 @@ def _remarks(printed: str, text: str) -> tuple[str, ...]:
     for before, after, array, operation in _INVOLUNTARY.findall(printed):
         cause = (
             lines.get(first(r"\bstack_frame_id=(\d+)", operation))
-            or first(r'op_name="([^"]*)"', operation)
+            or op_name_in(operation)
             or "nothing it names"
         )
         remarks.append(

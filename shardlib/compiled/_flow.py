@@ -125,7 +125,7 @@ class Flow:
 
     def _path_of_argument(self, number: int) -> str:
         """The path that an argument was traced by, which compilers keep as its name."""
-        return self._arguments[number].get(r'\bop_name="([^"]*)"')
+        return self._arguments[number].op_name
 
     # Values that are other values: the parts of tuples, the state of loops, what is inside a
     # fusion.

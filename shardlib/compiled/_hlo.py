@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from shardlib.checks import _arguments as check
 from shardlib.compiled._kernel_products import call_multiplies
+from shardlib.compiled._name_stacks import op_name_in
 from shardlib.compiled._runs import Run
 from shardlib.compiled._source_lines import is_if_uneven, stack_lines
 
@@ -54,6 +55,11 @@ class Instruction:
         An attribute is `name=value`, after the operands and a comma.
         """
         return first(pattern, self.attributes)
+
+    @property
+    def op_name(self) -> str:
+        """JAX's name stack, or the path of an argument; empty text if it has none."""
+        return op_name_in(self.attributes)
 
 
 # Instructions that only move a value or change how it is stored.
@@ -168,7 +174,7 @@ class Program:
         """
         if made.opcode == "conditional":
             # Its own name, not that of what it is made from, which may be another conditional.
-            return run.in_branch(made.get(r'\bop_name="([^"]*)"'))
+            return run.in_branch(made.op_name)
         if made.opcode != "while":
             return run
         count = self.trip_count(scope, made)
@@ -219,7 +225,7 @@ class Program:
         instructions were passed on the way here; what reads it is asked at the first one only.
         """
         for bearer in self._bearers_of_metadata(scope, made):
-            name = bearer.get(r'\bop_name="([^"]*)"')
+            name = bearer.op_name
             if name:
                 return name, self.sources.get(bearer.get(r"\bstack_frame_id=(\d+)"), "")
         if made.opcode == "parameter" or depth > _DEEPEST:
