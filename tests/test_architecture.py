@@ -22,10 +22,13 @@ LAYERS = [
         "_absent _device_grid _mesh _torus _portable_mesh _describe_mesh _chips _processes _agreement",
     ),
     ("machine", "_target_names _targets"),
-    ("compiled", "_source_lines _kernel_products _runs _hlo _device_groups _collectives"),
     (
         "compiled",
-        "_memory_traffic _flops _written _compile _name_stacks _flow _memory _host_copies",
+        "_source_lines _kernel_products _runs _name_stacks _hlo _device_groups _collectives",
+    ),
+    (
+        "compiled",
+        "_memory_traffic _flops _written _compile _flow _memory _host_copies",
     ),
     (
         "data",

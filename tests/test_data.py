@@ -771,6 +771,24 @@ def test_token_cache_is_taken_over_from_a_silent_builder_elsewhere(
             path.rmdir() if path.is_dir() else path.unlink()
 
 
+def test_a_lock_in_the_token_cache_that_cannot_be_removed_is_named(tmp_path, lines, monkeypatch):
+    """As in a shared folder, where only owners may remove what is theirs."""
+    monkeypatch.setattr(claim_room, "_DEAD_SECONDS", 0.2)
+    corpus = Corpus(lines)
+    folder = tmp_path / "cache" / store_room._key(corpus, find_files(corpus))
+    folder.parent.mkdir()
+    lock = folder.with_suffix(".lock")
+    lock.write_text('{"host": "elsewhere", "process": 7, "nonce": "aa"}')
+
+    def refused(path, target):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(ValueError, match=f"(?s)has left its lock {lock}.*may remove it; or use"):
+        prepare(corpus, tmp_path / "cache")
+    assert lock.exists()
+
+
 def test_token_cache_of_a_slow_builder_that_was_overtaken_is_shared(
     tmp_path, lines, builds, monkeypatch
 ):

@@ -46,6 +46,8 @@ def test_numbers_that_are_none_are_left_out_of_curves():
     run = records(2, dropped=0.25)
     run[0]["dropped"], run[0]["load"] = math.nan, [math.nan] * 3
     picture = load_picture(run)
+    # In `metrics.jsonl` they are null.
+    assert load_picture([{**run[0], "dropped": None, "load": [None] * 3}, *run[1:]]) == picture
     assert "nan," not in picture and ",nan" not in picture and "#888" in picture
 
 

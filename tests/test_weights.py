@@ -3,6 +3,7 @@
 import json
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,30 @@ def test_files_are_those_of_the_reference_implementation(file_size, tmp_path):
     read = open_tensors(tmp_path)
     assert {tensor.dtype.name for tensor in read.tensors.values()} == {"bfloat16"}
     assert set(reference(tmp_path)) == set(found)
+
+
+@pytest.mark.parametrize("full", ["model-00001", "model-00002", "model.safetensors.index"])
+def test_a_disk_that_is_full_leaves_the_model_that_was_there(full, tmp_path, monkeypatch):
+    """Whichever file it is that has no room, the index too."""
+    parameters = tree()
+    save(tmp_path, parameters, TABLE, file_size=600)
+    before = reference(tmp_path)
+    names = {file.name for file in tmp_path.iterdir()}
+    really_open = Path.open
+
+    def opened(file, mode="r", *arguments, **options):
+        if "w" in mode and file.name.startswith(full):
+            raise OSError(28, "No space left on device")
+        return really_open(file, mode, *arguments, **options)
+
+    parameters["embedding"] = parameters["embedding"] + 1
+    with monkeypatch.context() as during:
+        during.setattr(Path, "open", opened)
+        with pytest.raises(OSError, match="No space left"):
+            save(tmp_path, parameters, TABLE, file_size=600)
+    assert {file.name for file in tmp_path.iterdir()} == names
+    after = reference(tmp_path)
+    np.testing.assert_array_equal(before["wte"], after["wte"])
 
 
 @pytest.mark.parametrize("mesh", ["data=1,model=1", "data=2,model=2", "data=4,model=2"])

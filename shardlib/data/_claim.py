@@ -54,7 +54,7 @@ def _wait(lock: Path, what: str) -> None:
         if condition == "gone":
             return
         if condition in ("dead", "stalled"):
-            if other.take_away():
+            if _take_away(other, _WHY[condition]):
                 log("data", f"{other.name}, which held {lock}, {_WHY[condition]}; taking over")
                 _discard(lock, other.nonce)
             return
@@ -63,6 +63,18 @@ def _wait(lock: Path, what: str) -> None:
             announced = True
             log("data", f"waiting for {other.name}, which is {what}")
         time.sleep(POLL_SECONDS)
+
+
+def _take_away(other: Other, why: str) -> bool:
+    """Take a lock away from its holder, which has left it for a reason; whether it was there."""
+    try:
+        return other.take_away()
+    except OSError as error:
+        raise ValueError(
+            f"{other.name} {why} and has left its lock {other.lock}, which cannot be removed: "
+            f"{error.strerror}. Its owner, or that of the folder, may remove it; or use another "
+            "cache."
+        ) from error
 
 
 def _discard(lock: Path, nonce: str) -> None:

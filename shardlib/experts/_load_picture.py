@@ -78,8 +78,7 @@ def _checked(records: Any) -> list[Mapping[str, Any]]:
         if "load" not in record:
             continue
         check.whole(OP, "records", record.get("step"), "a whole number as each record's `step`")
-        _check_load(record["load"])
-        drawn.append(record)
+        drawn.append({**record, "load": _checked_load(record["load"])})
     if not drawn:
         raise ValueError(
             f"`{OP}(records=...)`: none of the {len(records)} records has a `load`: let the loss "
@@ -94,20 +93,22 @@ def _checked(records: Any) -> list[Mapping[str, Any]]:
     return drawn
 
 
-def _check_load(load: Any) -> None:
-    """Refuse what is not a number for each expert."""
+def _checked_load(load: Any) -> list[float]:
+    """The share of each expert; refuses what is not a number for each."""
     takes = "a list of numbers as each record's `load`, one for each expert"
     check.kind(OP, "records", load, list | tuple, takes)
     if not load:
         raise check.refusal(OP, "records", load, takes)
-    for share in load:
-        _number(share, takes)
+    return [_number(share, takes) for share in load]
 
 
 def _number(value: Any, takes: str) -> float:
-    """A number as it is; nan too, which a run may come to."""
-    if isinstance(value, float) and math.isnan(value):
-        return value
+    """A number as it is; nan too, which a run may come to.
+
+    In the file of a run it is None, as JSON has no nan.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return math.nan
     return check.number(OP, "records", value, takes, infinite=True)
 
 

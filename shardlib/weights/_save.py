@@ -3,7 +3,7 @@
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,12 +85,15 @@ def save(
     if len(groups) > 1:
         numbers = range(1, len(groups) + 1)
         names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in numbers]
+        names.append(INDEX)
     unfinished = [folder / (name + _UNFINISHED) for name in names]
     try:
         total = sum(tensor.size for tensor in tensors)
         with Progress("weights", f"writing {folder.name}", total) as progress:
-            for file, group in zip(unfinished, groups, strict=True):
+            for file, group in zip(unfinished, groups, strict=False):
                 _write(file, group, leaves, table, progress)
+        if len(groups) > 1:
+            unfinished[-1].write_text(json.dumps(_index(names[:-1], groups), indent=2))
     except BaseException:
         for file in unfinished:
             file.unlink(missing_ok=True)
@@ -101,17 +104,17 @@ def save(
     files = [folder / name for name in names]
     for file, written in zip(files, unfinished, strict=True):
         written.replace(file)
-    if len(groups) == 1:
-        return files
-    by_name = {}
+    return files
+
+
+def _index(names: Sequence[str], groups: Sequence[Sequence[_Tensor]]) -> dict[str, Any]:
+    """What an index says: which file each tensor is in; a file for each group, in their order."""
+    total, file_of = 0, {}
     for name, group in zip(names, groups, strict=True):
-        by_name |= {tensor.name: name for tensor in group}
-    index = {
-        "metadata": {"total_size": sum(tensor.size for tensor in tensors)},
-        "weight_map": by_name,
-    }
-    (folder / INDEX).write_text(json.dumps(index, indent=2))
-    return [*files, folder / INDEX]
+        for tensor in group:
+            total += tensor.size
+            file_of[tensor.name] = name
+    return {"metadata": {"total_size": total}, "weight_map": file_of}
 
 
 def _files_of_models(folder: Path) -> list[Path]:
