@@ -1,8 +1,8 @@
 """What kernels for TPUs share: sizes of tiles and of fast memory, blocks of whole rows, simulators.
 
 A core computes on tiles in its fast memory (VMEM): 128 lanes wide, and 8 rows high for float32, 16
-for bfloat16, 32 for int8. A kernel's grid is walked block by block; while one block is computed,
-the next is copied in and the one before out, so that every block is there twice.
+for bfloat16, 32 for int8. Pallas walks over a kernel's grid step by step. While one block is
+computed, the next is copied in and the one before out, so every block has two buffers.
 """
 
 import math
@@ -16,8 +16,8 @@ from shardlib.kernels._choice import Task, device_here
 from shardlib.kernels._shards import on_one_device, varying
 
 MIB = 2**20
-# MiB of one core's fast memory that a kernel may ask for; the rest is the compiler's. A core of v4
-# has 16 MiB, of v5p and 7x 64, of v5e and v6e 128: get_tpu_info_for_chip of
+# MiB of one core's fast memory that a kernel may ask for; the rest is the compiler's. A core of v3
+# and v4 has 16 MiB, of v5p and 7x 64, of v5e and v6e 128: get_tpu_info_for_chip of
 # jax.experimental.pallas.tpu. Keys are the kinds of devices as JAX names them.
 VMEM = {
     "TPU v3": 14,
@@ -27,38 +27,39 @@ VMEM = {
     "TPU v5 lite": 100,
     "TPU v6 lite": 100,
 }
-# Cores of a device, among which a grid is shared out; all other kinds have one.
+# Cores of a device, which divide a grid among them; all other kinds have one.
 CORES = {"TPU v4": 2, "TPU v5": 2}
 LANES = 128
-# Bytes for blocks and what is computed of them: larger blocks hide no more of the memory's latency.
+# Bytes for blocks and what is computed from them. Larger blocks would not run faster: those of this
+# size hide the latency of memory already.
 COMFORTABLE = 12 * MIB
 
 
 def vmem_bytes(kind: str) -> int:
     """The bytes of a core's fast memory that a kernel may take.
 
-    A kind of TPU that is not known has at least what every known one has.
+    A kind of TPU that is not known here is taken to have as little as the smallest.
     """
     return VMEM.get(kind, 14) * MIB
 
 
 def cores() -> int:
-    """How many cores share a grid on the device that is traced for."""
+    """How many cores share a grid on the device for which the program is traced."""
     return CORES.get(device_here().kind, 1)
 
 
 def tile_rows(*dtypes: Any) -> int:
-    """The height of the tiles of arrays with these dtypes, the highest of them.
+    """The height of a tile, the greatest of those for these dtypes.
 
-    Numbers of fewer bytes are packed along rows: a tile always has 32 bytes of each column.
+    Smaller numbers are packed along rows: a tile always has 32 bytes of each column.
     """
     return max(32 // jnp.dtype(dtype).itemsize for dtype in dtypes)
 
 
-def padded(x: jax.Array) -> bool:
+def has_padded_rows(x: jax.Array) -> bool:
     """Whether the rows of an array are padded in memory, since they do not fill their tiles.
 
-    To merge them with the dim before would then move them.
+    A reshape that merges them with the dim before would then copy the array.
     """
     return x.ndim > 2 and x.shape[-2] % tile_rows(x.dtype) != 0
 
@@ -66,20 +67,23 @@ def padded(x: jax.Array) -> bool:
 def rows_at_once(rows: int, row_bytes: int, tile: int) -> int:
     """How many rows a block should have, in whole tiles.
 
-    As many as fit comfortably, but no more than there are, nor (unless one tile has them) than 512.
+    As many as fit in `COMFORTABLE`, but no more than there are and no more than 512; at least one
+    tile.
     """
     comfortable = max(COMFORTABLE // row_bytes // tile, 1)
     tiles = min(comfortable, math.ceil(rows / tile), max(512 // tile, 1))
     return tiles * tile
 
 
-def fits(row_bytes: int, tile: int, row: int, task: Task) -> str | None:
-    """Why the smallest block of whole rows is too much for a core; None if it fits.
+def refuses_long_rows(row_bytes: int, tile: int, row: int, task: Task) -> str | None:
+    """Why the smallest block of whole rows is too large for a core; None if it fits.
+
+    The text continues a sentence that begins with the kernel's name.
 
     Args:
-        row_bytes: what a row takes of fast memory, with all that is computed of it.
+        row_bytes: the fast memory that a row takes, with all that is computed from it.
         tile: how many rows the smallest block has.
-        row: the numbers of a row.
+        row: how many numbers a row has.
         task: what the kernel is asked to do.
     """
     assert task.device is not None
@@ -96,10 +100,10 @@ def fits(row_bytes: int, tile: int, row: int, task: Task) -> str | None:
 def interpreted(simulated: bool, x: jax.Array) -> Any:
     """How Pallas should interpret a kernel of `x`; False where it is to be compiled.
 
-    The simulator of TPUs finds races, and gives nan where memory was never written. It calls back
-    to Python and has the devices of a `shard_map` wait for each other there, where XLA for CPUs may
-    never get them all. On several devices Pallas's plain interpreter runs instead, which finds
-    neither, and keeps no account of what differs between devices.
+    On one device it is the simulator of TPUs, which finds races, and gives nan where memory was
+    never written. It calls back to Python, where the devices of a `shard_map` would wait for each
+    other, and XLA for CPUs may never run them all at once. So on several devices it is Pallas's
+    plain interpreter, which finds neither, and does not track over which axes arrays vary.
     """
     if not simulated:
         return False
@@ -114,23 +118,27 @@ def interpreted(simulated: bool, x: jax.Array) -> Any:
 
 
 def parameters(semantics: tuple[Any, ...], used: int) -> Any:
-    """The compiler's parameters: how a grid may be walked, and the limit of fast memory.
+    """The compiler's parameters: the semantics of the grid's dims, and the limit of fast memory.
 
-    `used` are the bytes of a block. Up to `COMFORTABLE` the compiler's default limit will do.
+    `used` is the bytes that a step takes, with both buffers of each block. Up to `COMFORTABLE` the
+    compiler's default limit is enough.
     """
     limit = None
     if used > COMFORTABLE:
-        limit = used + 4 * MIB  # some is the compiler's own
+        limit = used + 4 * MIB  # the compiler needs some itself
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)
 
 
 def shaped(shape: tuple[int, ...], dtype: Any, source: jax.Array) -> Any:
-    """The type of a kernel's result, which differs between devices as one of its operands does."""
+    """The type of a kernel's result, which varies over the same manual axes as `source`."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(source).manual_axis_type)
 
 
-def supported(task: Task) -> str | None:
-    """Why a TPU cannot compute with the dtypes of a task; None if it can."""
+def refuses_dtypes(task: Task) -> str | None:
+    """Why a TPU cannot compute with the dtypes of a task; None if it can.
+
+    The text continues a sentence that begins with the kernel's name.
+    """
     # Masks come as bools and go to the kernel as int8.
     known = {"float32", "bfloat16", "bool", "int32", "int8"}
     unknown = {str(x.dtype) for x in task.arrays.values()} - known

@@ -53,7 +53,7 @@ from shardlib.kernels._attention._tpu_kernels import (
     run_pair,
 )
 from shardlib.kernels._choice import Task
-from shardlib.kernels._tpu import LANES, supported
+from shardlib.kernels._tpu import LANES, refuses_dtypes
 
 
 def refuses(task: Task) -> str | None:
@@ -61,7 +61,7 @@ def refuses(task: Task) -> str | None:
 
     The text continues a sentence that begins with the implementation's name.
     """
-    wrong_dtype = supported(task)
+    wrong_dtype = refuses_dtypes(task)
     if wrong_dtype is not None:
         return wrong_dtype
     attention: Attention = task.definition

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from shardlib.kernels._choice import Task
 from shardlib.kernels._grouped_matmul._places import only_grouped
-from shardlib.kernels._tpu import supported
+from shardlib.kernels._tpu import refuses_dtypes
 
 # By its full name: the package has a function of the same name.
 _megablox: Any = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
@@ -31,7 +31,7 @@ def refuses(task: Task) -> str | None:
 
     The text continues a sentence that begins with the kernel's name.
     """
-    wrong_dtypes = supported(task)
+    wrong_dtypes = refuses_dtypes(task)
     if wrong_dtypes:
         return wrong_dtypes
     if task.differing:

@@ -54,8 +54,8 @@ from shardlib.kernels._tpu import (
     cores,
     interpreted,
     parameters,
+    refuses_dtypes,
     shaped,
-    supported,
     vmem_bytes,
 )
 
@@ -66,7 +66,7 @@ def refuses(task: Task) -> str | None:
     The text continues a sentence that begins with the kernel's name.
     """
     x, kernel = task.arrays["x"], task.arrays["kernel"]
-    wrong_dtypes = supported(task)
+    wrong_dtypes = refuses_dtypes(task)
     if wrong_dtypes:
         return wrong_dtypes
     assert task.device is not None

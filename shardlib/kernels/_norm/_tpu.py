@@ -20,13 +20,13 @@ from shardlib.kernels._choice import Task
 from shardlib.kernels._norm._reference import Norm
 from shardlib.kernels._rows import batched, grouped
 from shardlib.kernels._tpu import (
-    fits,
+    has_padded_rows,
     interpreted,
-    padded,
     parameters,
+    refuses_dtypes,
+    refuses_long_rows,
     rows_at_once,
     shaped,
-    supported,
     tile_rows,
 )
 
@@ -44,11 +44,11 @@ def refuses(task: Task) -> str | None:
             f"`{', '.join(task.summed)}`"
         )
     x = task.arrays["x"]
-    wrong_dtypes = supported(task)
+    wrong_dtypes = refuses_dtypes(task)
     if wrong_dtypes:
         return wrong_dtypes
     length = x.shape[-1]
-    return fits(_row_bytes(length, x.dtype), tile_rows(x.dtype), length, task)
+    return refuses_long_rows(_row_bytes(length, x.dtype), tile_rows(x.dtype), length, task)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Blocks:
     """How a kernel sees rows: as `(groups, parts, rows, length)`, in blocks of some of the rows.
 
     A group has one part, except where merging the dim before into the rows would move them in
-    memory; see `padded`.
+    memory; see `has_padded_rows`.
     """
 
     shape: tuple[int, int, int, int]
@@ -106,7 +106,7 @@ def _choose_blocks(x: jax.Array, groups: int) -> _Blocks:
     count = x.size // length // groups
     # Rows that do not fill their tiles stay apart from the dim before.
     rows = count
-    if padded(x):
+    if has_padded_rows(x):
         rows = x.shape[-2]
     size = rows_at_once(rows, _row_bytes(length, x.dtype), tile_rows(x.dtype))
     return _Blocks((groups, count // rows, rows, length), size, x.dtype)

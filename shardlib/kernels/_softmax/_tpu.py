@@ -22,13 +22,13 @@ from jax.experimental.pallas import tpu as pltpu
 from shardlib.kernels._choice import Task
 from shardlib.kernels._rows import RowShapes, batched, row_shapes
 from shardlib.kernels._tpu import (
-    fits,
+    has_padded_rows,
     interpreted,
-    padded,
     parameters,
+    refuses_dtypes,
+    refuses_long_rows,
     rows_at_once,
     shaped,
-    supported,
     tile_rows,
 )
 
@@ -43,12 +43,14 @@ def refuses(task: Task) -> str | None:
             "adds up nothing between devices, and the last dim is split over "
             f"`{', '.join(task.summed)}`"
         )
-    wrong_dtypes = supported(task)
+    wrong_dtypes = refuses_dtypes(task)
     if wrong_dtypes:
         return wrong_dtypes
     x, masked = task.arrays["x"], "where" in task.arrays
     length = x.shape[-1]
-    return fits(_row_bytes(length, x.dtype, masked), _tile_rows(x.dtype, masked), length, task)
+    return refuses_long_rows(
+        _row_bytes(length, x.dtype, masked), _tile_rows(x.dtype, masked), length, task
+    )
 
 
 def forward(
@@ -86,7 +88,7 @@ def _forward_of_rows(
     where_shape = None
     if where is not None:
         where_shape = where.shape
-    shapes = row_shapes(x.shape, where_shape, keep_last=causal or padded(x))
+    shapes = row_shapes(x.shape, where_shape, keep_last=causal or has_padded_rows(x))
     masks = []
     if where is not None:
         # TPUs read bools as 32 bits each, and int8 as 8.
@@ -111,7 +113,7 @@ def _backward_of_rows(
 ) -> jax.Array:
     """The backward of rows with any dims before them; `depth` of these are of a `vmap`."""
     del depth
-    shapes = row_shapes(y.shape, None, keep_last=padded(y))
+    shapes = row_shapes(y.shape, None, keep_last=has_padded_rows(y))
     inputs = _Inputs([y.reshape(shapes.x), gradient.reshape(shapes.x)], [], None)
     kernel = partial(softmax_backward, scale=scale)
     return _over_rows(kernel, "softmax_backward", shapes, inputs, simulated).reshape(y.shape)
