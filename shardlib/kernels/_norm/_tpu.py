@@ -1,9 +1,9 @@
 """RMSNorm and LayerNorm on a TPU: whole rows in fast memory, each array read and written once.
 
 The grid has a dim for groups, each of which has its own scale and bias (a `vmap` makes them), and
-one for the blocks of rows of a group. In backward the blocks are taken in turn, and the sums over
-rows that make the gradients to scale and bias stay in fast memory from block to block. Sums have
-eight rows each, the height of a tile of float32: XLA adds those up.
+one for the blocks of rows of a group. In backward the blocks are taken one after the other, and the
+gradients to scale and bias, sums over rows, stay in fast memory from block to block. Each of these
+sums has eight rows, the height of a tile of float32, which XLA adds up afterwards.
 """
 
 import math
@@ -104,7 +104,7 @@ def _choose_blocks(x: jax.Array, groups: int) -> _Blocks:
     """The blocks in which a kernel takes the rows of `x`."""
     length = x.shape[-1]
     count = x.size // length // groups
-    # Rows that do not fill their tiles stay apart from the dim before.
+    # Rows that do not fill their tiles are not merged with the dim before.
     rows = count
     if has_padded_rows(x):
         rows = x.shape[-2]
@@ -149,11 +149,11 @@ def _forward_of_groups(
     """
     groups, aligned = grouped(depth, x, scale, bias)
     shared = [array for array in aligned if array is not None]
-    # Then more rows share a block of the scale, and blocks can be larger.
+    # Where all rows have the same scale and bias they are one group, so that blocks can be larger.
     if all(len(array) == 1 for array in shared):
-        groups = 1  # all rows have the same scale and bias
+        groups = 1
     blocks = _choose_blocks(x, groups)
-    of_rows = blocks.spec(blocks.index)
+    row_spec = blocks.spec(blocks.index)
     inputs = [x.reshape(blocks.shape)]
     if kernel.added:
         inputs.append(residual.reshape(blocks.shape))
@@ -162,16 +162,16 @@ def _forward_of_groups(
     outputs = pl.pallas_call(
         partial(norm_forward, kernel=kernel),
         grid=(groups, blocks.of_group),
-        in_specs=[of_rows] * len(inputs) + [_spec_of_group(array) for array in shared],
-        out_specs=[of_rows] * len(results),
+        in_specs=[row_spec] * len(inputs) + [_spec_of_group(array) for array in shared],
+        out_specs=[row_spec] * len(results),
         out_shape=results,
         compiler_params=parameters(("parallel", "parallel"), blocks.bytes),
         interpret=interpreted(simulated, x),
         name="norm_forward",
     )(*inputs, *(array[:, None] for array in shared))
-    y, *sums = (array.reshape(x.shape) for array in outputs)
+    y, *h = (array.reshape(x.shape) for array in outputs)
     if kernel.added:
-        return y, sums[0]
+        return y, h[0]
     return y, x
 
 
@@ -220,22 +220,23 @@ def _backward_of_groups(
     groups, (scale,) = grouped(depth, h, scale)
     blocks = _choose_blocks(h, groups)
     length = blocks.shape[-1]
-    # For chips whose two cores are one device: each takes half of the blocks, with sums of its own.
+    # On chips whose two cores are one device each core takes half of the blocks, and has sums of its
+    # own. One core takes both halves, one after the other.
     cores = 1
     if blocks.of_group % 2 == 0:
         cores = 2
     blocks_of_core = blocks.of_group // cores
-    of_block = blocks.spec(
+    row_spec = blocks.spec(
         lambda group, core, block: blocks.index(group, core * blocks_of_core + block)
     )
-    of_sums = pl.BlockSpec(
+    sum_spec = pl.BlockSpec(
         (None, None, TILE_ROWS, length), lambda group, core, block: (group, core, 0, 0)
     )
     inputs = [h.reshape(blocks.shape), gradient.reshape(blocks.shape)]
     if h_gradient is not None:
         inputs.append(h_gradient.reshape(blocks.shape))
     # The scale comes after the arrays of rows, and its block is one row.
-    in_specs = [of_block] * len(inputs)
+    in_specs = [row_spec] * len(inputs)
     if scale is not None:
         inputs.append(scale[:, None])
         in_specs.append(_spec_of_group(scale))
@@ -245,7 +246,7 @@ def _backward_of_groups(
         partial(norm_backward, kernel=kernel, blocks=blocks, blocks_of_core=blocks_of_core),
         grid=(groups, cores, blocks_of_core),
         in_specs=in_specs,
-        out_specs=[of_block, *[of_sums] * sum_count],
+        out_specs=[row_spec, *[sum_spec] * sum_count],
         out_shape=[shaped(blocks.shape, h.dtype, h), *[sums] * sum_count],
         compiler_params=parameters(("parallel", "parallel", "arbitrary"), blocks.bytes),
         interpret=interpreted(simulated, h),
@@ -265,7 +266,7 @@ def _spec_of_group(shared: jax.Array) -> pl.BlockSpec:
 
 
 def norm_forward(*refs: Any, kernel: _Kernel) -> None:
-    """Norm one block of rows.
+    """The norm of one block of rows.
 
     References are to `x`, to the residual, scale and bias as far as there are such, to `y`, and to
     `h` if there is a residual.
@@ -273,7 +274,7 @@ def norm_forward(*refs: Any, kernel: _Kernel) -> None:
     remaining = iter(refs)
     h = next(remaining)[...]
     if kernel.added:
-        # Rounded as it is in memory: backward starts from the rounded sum.
+        # The sum is rounded before its norm is taken: backward reads it rounded.
         total = h.astype(jnp.float32) + _in_float32(next(remaining))
         h = total.astype(h.dtype)
     y, _ = _unit_rows(h, kernel.norm)
@@ -299,15 +300,15 @@ def norm_backward(*refs: Any, kernel: _Kernel, blocks: _Blocks, blocks_of_core: 
     there are such, to the gradient to `x`, and to the sums.
     """
     remaining = iter(refs)
-    h, gradient = next(remaining)[...], next(remaining)[...].astype(jnp.float32)
+    h, gradient = next(remaining)[...], _in_float32(next(remaining))
     h_gradient: Any = 0.0
     if kernel.added:
-        h_gradient = next(remaining)[...].astype(jnp.float32)
+        h_gradient = _in_float32(next(remaining))
     unit, inverse = _unit_rows(h, kernel.norm)
     unit_gradient = gradient
     if kernel.scaled:
-        unit_gradient = gradient * next(remaining)[...].astype(jnp.float32)
-    # A norm undoes the length of a row, so what of the gradient is along the row is lost.
+        unit_gradient = gradient * _in_float32(next(remaining))
+    # The norm of a row does not depend on the row's length, so the gradient has no part along it.
     x_gradient = unit_gradient - unit * (unit_gradient * unit).mean(-1, keepdims=True)
     if kernel.norm.centred:
         x_gradient -= unit_gradient.mean(-1, keepdims=True)
@@ -326,7 +327,7 @@ def _add_to_sums(
 ) -> None:
     """Add a block's rows to the sums of its core, which begin at zero with its first block.
 
-    Every eighth row is added to the same row of the sum: that takes no reduction across a tile.
+    Every eighth row is added to the same row of the sum: so nothing is reduced within a tile.
     """
 
     @pl.when(pl.program_id(2) == 0)
@@ -337,7 +338,7 @@ def _add_to_sums(
     block = pl.program_id(1) * blocks_of_core + pl.program_id(2)
     begin = block % blocks.of_part * blocks.size
     rows, length = blocks.shape[2], blocks.shape[-1]
-    # What a block has beyond the last row is whatever was in memory.
+    # Beyond the last row a block holds whatever was in memory.
     exists = lax.broadcasted_iota(jnp.int32, (blocks.size, length), 0) + begin < rows
     for ref, x in zip(refs, summands, strict=True):
         ref[...] += jnp.where(exists, x, 0).reshape(-1, TILE_ROWS, length).sum(0)
@@ -353,9 +354,11 @@ def _unit_rows(h: jax.Array, norm: Norm) -> tuple[jax.Array, jax.Array]:
 
 
 def _row_bytes(length: int, dtype: Any) -> int:
-    """The fast memory that a row takes.
+    """The bytes of fast memory that a row takes.
 
-    There are four blocks, each of them twice so that one is on its way while the other is used,
-    and about five rows of what is computed, in float32.
+    It is in up to four arrays, whose blocks have two buffers each. What is computed from it takes
+    about five rows of float32.
     """
-    return length * (2 * 4 * jnp.dtype(dtype).itemsize + 5 * 4)
+    buffers = 2 * 4 * jnp.dtype(dtype).itemsize
+    computed = 5 * 4
+    return length * (buffers + computed)

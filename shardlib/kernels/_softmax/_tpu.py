@@ -1,8 +1,8 @@
 """Masked, scaled softmax on a TPU: whole rows in fast memory, each array read and written once.
 
-Rows are seen as `(..., rows, length)`, merged as far as the mask allows. The grid walks over the
-dims along which the mask is the same last, so that a block of the mask that serves several blocks
-of rows in turn is read once:
+Rows are seen as `(..., rows, length)`, merged as far as the mask allows. The dims along which the
+mask is the same are the innermost ones of the grid. Steps that follow each other along them need the
+same block of the mask, which is read once:
 
     grid:  dims along which the mask changes  x  blocks of rows  x  dims along which it does not
 """
@@ -91,7 +91,7 @@ def _forward_of_rows(
     shapes = row_shapes(x.shape, where_shape, keep_last=causal or has_padded_rows(x))
     masks = []
     if where is not None:
-        # TPUs read bools as 32 bits each, and int8 as 8.
+        # On a TPU a kernel's bools take 32 bits each.
         masks.append(where.astype(jnp.int8).reshape(shapes.where or ()))
     kernel = partial(softmax_forward, scale=scale, causal=causal, masked=where is not None)
     inputs = _Inputs([x.reshape(shapes.x)], masks, offsets)
@@ -169,8 +169,8 @@ class _Grid:
         """The spec for an array of rows, or for a mask with dims of size one."""
         order, lead = self.order, len(shape) - 2
 
-        def index(*at: Any) -> tuple[Any, ...]:
-            by_dim = dict(zip(order, at, strict=True))
+        def index(*grid_indices: Any) -> tuple[Any, ...]:
+            by_dim = dict(zip(order, grid_indices, strict=True))
             # Along a dim of size one, a mask has one block for all rows.
             blocks = []
             for dim in range(lead + 1):
@@ -239,7 +239,7 @@ def softmax_forward(
     z = x_ref[...].astype(jnp.float32) * scale
     kept = None
     if masked:
-        # TPUs compare numbers of 32 bits.
+        # A TPU compares numbers of 32 bits only.
         kept = jnp.broadcast_to(refs[-2][...].astype(jnp.int32) != 0, z.shape)
     if causal:
         (offsets_ref,) = scalars
@@ -247,11 +247,11 @@ def softmax_forward(
         kept = visible if kept is None else kept & visible
     if kept is not None:
         z = jnp.where(kept, z, -jnp.inf)
-    # At most one, so that nothing overflows.
+    # Exponentials relative to the highest are at most one, so that none overflows.
     e = jnp.exp(z - z.max(-1, keepdims=True))
     y = e / e.sum(-1, keepdims=True)
     if kept is not None:
-        # A row of which nothing is left is nan so far.
+        # A row that is masked as a whole is nan so far.
         y = jnp.where(kept, y, 0)
     y_ref[...] = y.astype(y_ref.dtype)
 
@@ -267,23 +267,25 @@ def _visible_keys(
 
 
 def softmax_backward(y_ref: Any, gradient_ref: Any, x_ref: Any, *, scale: float) -> None:
-    """The gradient to one block of rows; it needs no mask, as what is masked is zero in `y`."""
+    """The gradient to one block of rows; it needs no mask, as `y` is zero where it was masked."""
     y, gradient = y_ref[...].astype(jnp.float32), gradient_ref[...].astype(jnp.float32)
     x_gradient = scale * y * (gradient - (y * gradient).sum(-1, keepdims=True))
     x_ref[...] = x_gradient.astype(x_ref.dtype)
 
 
 def _tile_rows(dtype: Any, masked: bool) -> int:
-    """How many rows a block has at least; a mask, in int8, has the highest tiles."""
+    """The fewest rows that a block may have; a mask, in int8, has the highest tiles."""
     if masked:
         return tile_rows(dtype, jnp.int8)
     return tile_rows(dtype)
 
 
 def _row_bytes(length: int, dtype: Any, masked: bool) -> int:
-    """The fast memory that a row takes.
+    """The bytes of fast memory that a row takes.
 
-    There are three blocks and perhaps a mask, each of them twice so that one is on its way while
-    the other is used, and about four rows of what is computed, in float32.
+    It is in up to three arrays and perhaps a mask, whose blocks have two buffers each. What is
+    computed from it takes about four rows of float32.
     """
-    return length * (2 * (3 * jnp.dtype(dtype).itemsize + masked) + 4 * 4)
+    buffers = 2 * (3 * jnp.dtype(dtype).itemsize + masked)
+    computed = 4 * 4
+    return length * (buffers + computed)
