@@ -1,7 +1,7 @@
 """What kernels for GPUs share: which GPUs they are for, how they are called, the simulator.
 
 They are written in Pallas's Mosaic GPU, whose threads are warpgroups: 128 lanes in step. Arrays are
-in the GPU's memory until they are loaded to registers or to shared memory, explicitly.
+in the GPU's memory until a kernel loads them to registers or copies them to shared memory.
 """
 
 import inspect
@@ -13,14 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from shardlib.kernels._choice import Task
 from shardlib.kernels._shards import as_varying, on_one_device, varying
 
-# `plgpu.load` takes an index, besides that of the reference, up to JAX 0.10: an empty one will do.
+# Up to JAX 0.10 `plgpu.load` requires an index besides the reference; an empty one loads all of it.
 _LOAD_PARAMETERS = inspect.signature(plgpu.load).parameters
 INDEX: list[Any] = []
 if "idx" in _LOAD_PARAMETERS and _LOAD_PARAMETERS["idx"].default is inspect.Parameter.empty:
     INDEX = [()]
 
-# From JAX 0.12 on, a store in which the lanes of a warpgroup do not write neighbouring numbers has
-# to be asked for, by this function; before, a plain assignment takes any.
+# From JAX 0.12 on, an assignment takes only stores in which the lanes of a warpgroup write
+# neighbouring numbers; this function takes any. It is None before, where an assignment takes any.
 STORE: Any = getattr(plgpu, "store", None)
 
 # How the names of a generation's devices begin.
@@ -31,7 +31,7 @@ GENERATIONS = {
 
 
 def generation(kind: str) -> str:
-    """The generation of a GPU, by the kind of device; what is no GPU simulates Hopper's."""
+    """The generation of a GPU, by its kind of device; all other devices simulate a Hopper GPU."""
     for name, prefixes in GENERATIONS.items():
         if kind.startswith(prefixes):
             return name
@@ -39,7 +39,10 @@ def generation(kind: str) -> str:
 
 
 def refuses_device(task: Task) -> str | None:
-    """Why kernels are not for a GPU; None if they are, or if a simulator runs them elsewhere."""
+    """Why kernels do not run on a task's GPU; None if they do.
+
+    It is None too where the device is no GPU, for which a simulator may run them.
+    """
     assert task.device is not None
     kind = task.device.kind
     known = any(kind.startswith(prefixes) for prefixes in GENERATIONS.values())
@@ -49,24 +52,24 @@ def refuses_device(task: Task) -> str | None:
 
 
 def call(
-    body: Any, name: str, outs: Any, simulated: bool, rough: bool = False, **options: Any
+    body: Any, name: str, outs: Any, simulated: bool, approx_math: bool = False, **options: Any
 ) -> Any:
     """A function of arrays that runs a kernel, compiled or simulated.
 
-    The results are known to differ between devices as the operands do. A simulator finds races, and
-    memory that was never written.
+    The results vary over the manual axes that any operand varies over. The simulator finds races,
+    and memory that was never written.
 
     Args:
         body: called with references to operands, results and scratch.
         name: of the kernel, which profiles show.
         outs: the shapes and dtypes of the results.
         simulated: whether an interpreter runs the kernel.
-        rough: whether exponentials may be those of the GPU's own unit, exact to some 22 bits, and
-            hyperbolic tangents, exact to 11.
+        approx_math: whether exponentials may be those of the GPU's own unit, exact to some 22 bits,
+            and hyperbolic tangents, exact to 11.
         options: further ones of `plgpu.kernel`, such as the grid.
     """
     compiler = plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=rough
+        lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=approx_math
     )
     if simulated:
         options["interpret"] = _simulator()
@@ -75,7 +78,7 @@ def call(
     )
 
     def called(*operands: jax.Array) -> Any:
-        # A kernel forgets over which axes its arrays differ, which `shard_map` checks.
+        # A kernel loses over which axes its operands vary, and `shard_map` checks that of results.
         axes = frozenset().union(*map(varying, operands))
         return jax.tree.map(lambda y: as_varying(y, axes), kernel(*operands))
 
@@ -83,7 +86,7 @@ def call(
 
 
 def _simulator() -> Any:
-    """The parameters of JAX's simulator of GPUs, which works on one device and from JAX 0.12 on."""
+    """The parameters of JAX's simulator of GPUs, which needs JAX 0.12 and a single device."""
     simulator = getattr(plgpu, "InterpretGPUParams", None)
     if simulator is None:
         raise ValueError(f"JAX {jax.__version__} has no public simulator of GPUs; 0.12 has.")

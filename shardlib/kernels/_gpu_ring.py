@@ -1,10 +1,10 @@
-"""How operands come to shared memory of a GPU ahead of their use: a ring of buffers.
+"""A ring of buffers in a GPU's shared memory, to which operands are copied ahead of their use.
 
-Step `k` of a program is in buffer `k % stages`. One warpgroup copies, others compute, and for each
-buffer there are two barriers:
+The operands of a program's step `k` are in buffer `k % stages`. One warpgroup copies, others
+compute, and for each buffer there are two barriers:
 
-    ready   copies arrive at it, and whoever computes waits for them
-    free    whoever has computed arrives at it, and the copying warpgroup waits for that
+    ready   copies arrive at it when they are complete; those that compute wait for it
+    free    those that have computed arrive at it; the copying warpgroup waits for it
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Registers of a thread: copying needs few, and computing takes all that the others leave.
+# Registers of a thread: copying needs few, and computing takes those that are left.
 FEW_REGISTERS, MANY_REGISTERS = 40, 232
 
 
@@ -36,15 +36,16 @@ class Ring:
 
         Args:
             steps: how many there are, a number or a traced one.
-            parts: from a step to the parts of the operands that it needs.
+            parts: called with the index of a step; gives the part of each operand that it needs.
             before: how many steps were copied before these.
         """
 
         @pl.loop(0, steps)
         def _(k: jax.Array) -> None:
             slot = self.slot(before + k)
-            is_used = before + k >= self.stages
-            pl.when(is_used)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+            # The first copy to each buffer has nothing to wait for.
+            is_refilled = before + k >= self.stages
+            pl.when(is_refilled)(lambda: plgpu.barrier_wait(self.free.at[slot]))
             for part, buffer in zip(parts(k), self.buffers, strict=True):
                 plgpu.copy_gmem_to_smem(part, buffer.at[slot], self.ready.at[slot])
 
@@ -54,7 +55,11 @@ class Ring:
 
 
 def set_registers(simulated: bool, count: int) -> None:
-    """Give this warpgroup's threads so many registers; a program starts with an even share."""
+    """Give each thread of this warpgroup so many registers.
+
+    The three warpgroups of a program start with an even share of the processor's 65,536, which is
+    168 for each thread.
+    """
     if simulated:
         return
     action = "decrease" if count < 128 else "increase"

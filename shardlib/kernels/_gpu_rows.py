@@ -1,4 +1,4 @@
-"""Rows on a GPU: what a kernel computes of them in the registers of a warpgroup, at any length.
+"""Rows of any length on a GPU, and what a kernel computes of them in a warpgroup's registers.
 
 A warpgroup is 128 lanes in step. It holds a row of 128 numbers or more in pieces, of which each
 lane holds `vector` neighbouring numbers, loaded at once. With `vector = 2`:
@@ -7,15 +7,16 @@ lane holds `vector` neighbouring numbers, loaded at once. With `vector = 2`:
     lane     0 0 1 1 2 2 3 3 ...       ... 127 |   0 0 1 1 ...       ... 127 127 | ...
              '------------ piece 0 ----------' '------------ piece 1 -----------'
 
-Where pieces do not fill the row, the last one reaches back, and what it repeats is counted once.
+Where the row is no multiple of a piece, the last piece reaches back, and what it repeats is counted
+once.
 
 Rows shorter than 128 numbers are held 128 at a time, one in each lane; a piece is then `vector`
 numbers of each of the 128 rows.
 
-A row that registers can hold is read once. A longer one (and one of more than 64 numbers in a
-single lane) is streamed: it passes by once for every reduction over all of it, from shared memory,
-or from the GPU's cache and memory where it is too long for that too. Nothing is padded except
-fewer than 128 short rows, to 128, and no load reaches beyond the rows.
+A row that fits in registers is read once. A longer one, or one of more than 64 numbers in a single
+lane, is streamed: every reduction over all of it reads it once more, from shared memory, or from
+the GPU's cache and memory where it is too long for that too. Nothing is padded, except that fewer
+than 128 short rows become 128. No load reaches beyond the rows.
 
 What is computed of a row is written as a function of its pieces (`Numbers`), which remembers the
 values of a piece while that piece is in registers.
@@ -37,13 +38,13 @@ from shardlib.kernels._choice import Task
 from shardlib.kernels._gpu import INDEX, STORE, call, refuses_device
 
 LANES = 128
-# Bytes of a row that fit a warpgroup's registers together with what is computed of the row.
-LONGEST = 32 * 2**10
-SHARED = 224 * 2**10  # bytes of shared memory that rows may take; the remainder is Mosaic's
-WIDEST = 16  # bytes that a lane loads at once
-ENOUGH = 2**12  # numbers that keep a warpgroup's loads busy
+# Bytes of a row that fit in a warpgroup's registers together with what is computed of the row.
+RESIDENT_BYTES = 32 * 2**10
+SHARED_BYTES = 224 * 2**10  # of shared memory that rows may take; the remainder is Mosaic's
+LOAD_BYTES = 16  # that a lane loads at once, at most
+NUMBERS_AT_ONCE = 2**12  # that a warpgroup loads at once: enough to hide the latency of memory
 MOST_IN_A_LANE = 64  # numbers of a row that one lane holds by itself
-MOST = 8  # rows that are unrolled one after the other in a program
+MOST_UNROLLED = 8  # rows that are unrolled one after the other in a program
 KIB = 2**10
 
 
@@ -56,7 +57,7 @@ class Piece:
 
     begin: Any  # the column of its first number, traced where rows are streamed
     size: int
-    again: Any = 0  # how many of its first numbers an earlier piece has too
+    repeated: Any = 0  # how many of its first numbers an earlier piece has too; may be negative
 
 
 Numbers: TypeAlias = Callable[[Piece], jax.Array]
@@ -112,13 +113,13 @@ class RowLayout:
     take `Numbers` trace operations into the kernel that is being built.
 
     >>> rows = RowLayout.choose(1001, [jnp.float32])
-    >>> [(piece.begin, piece.size, piece.again) for piece in rows.pieces()][-1]
+    >>> [(piece.begin, piece.size, piece.repeated) for piece in rows.pieces()][-1]
     (873, 128, 23)
     """
 
     length: int  # numbers of a row
     vector: int  # neighbouring numbers in a lane
-    passes: int  # turns in which all pieces of a row come by; 1 where the row stays in registers
+    passes: int  # in which the pieces of a row are loaded; 1 where the row stays in registers
     simulated: bool  # by an interpreter, which knows no layouts of registers
 
     @staticmethod
@@ -129,17 +130,17 @@ class RowLayout:
 
         The vector is the widest load that divides the row and leaves every lane something to do.
         """
-        vector = WIDEST // max(jnp.dtype(dtype).itemsize for dtype in loaded)
-        # Loads are aligned only where the vector divides the row, and no piece is longer than it.
+        vector = LOAD_BYTES // max(jnp.dtype(dtype).itemsize for dtype in loaded)
+        # Loads are aligned only where the vector divides the row, and a piece must fit in the row.
         while vector > 1 and (length % vector or LANES * vector > length >= LANES):
             vector //= 2
         if length < LANES:
-            fits_registers = length <= MOST_IN_A_LANE
-            numbers_a_pass = MOST_IN_A_LANE
+            is_resident = length <= MOST_IN_A_LANE
+            numbers_per_pass = MOST_IN_A_LANE
         else:
-            fits_registers = length * jnp.dtype(kept).itemsize <= LONGEST
-            numbers_a_pass = ENOUGH
-        passes = 1 if fits_registers else -(-length // numbers_a_pass)
+            is_resident = length * jnp.dtype(kept).itemsize <= RESIDENT_BYTES
+            numbers_per_pass = NUMBERS_AT_ONCE
+        passes = 1 if is_resident else -(-length // numbers_per_pass)
         return RowLayout(length, vector, passes, simulated)
 
     @property
@@ -153,18 +154,17 @@ class RowLayout:
         return LANES if self.one_row_per_lane else 1
 
     def pieces(self, turn: Any = 0) -> list[Piece]:
-        """The pieces that are in registers in one pass over a row.
+        """The pieces of a row that are in registers in one pass, by the number of the pass.
 
-        A streamed row has the same number of pieces in each pass: the last pass begins early
-        enough to be full, and its pieces know how much of them came by before.
+        All passes over a streamed row have the same number of pieces: the last pass begins early
+        enough to be full, and its pieces say how much of them the pass before had.
         """
         size = self.piece_shape[-1]
         if self.passes > 1:
-            numbers = MOST_IN_A_LANE if self.one_row_per_lane else ENOUGH
+            numbers = MOST_IN_A_LANE if self.one_row_per_lane else NUMBERS_AT_ONCE
             begin = jnp.minimum(turn * numbers, self.length - numbers)
             streamed = []
             for offset in range(0, numbers, size):
-                # The last pass begins early: some of its numbers came by in the one before.
                 repeated = turn * numbers - begin - offset
                 streamed.append(Piece(begin + offset, size, repeated))
             return streamed
@@ -177,13 +177,17 @@ class RowLayout:
 
     @functools.cached_property
     def resident_pieces(self) -> list[Piece]:
-        """The pieces of a row that stays in registers, the same objects at every use."""
+        """The pieces of a row that stays in registers.
+
+        They are the same objects at every use, so that values cached for a piece are found.
+        """
         return self.pieces()
 
     def fold(self, function: Callable[[Piece, Any], Any], carry: Any = None) -> Any:
-        """Call a function for every piece with its result for the piece before.
+        """Call a function for every piece, with its result for the piece before.
 
-        A resident row is unrolled; a streamed one takes a loop in the kernel over its passes.
+        The pieces of a resident row are unrolled; the passes over a streamed row are a loop in the
+        kernel.
         """
 
         def fold_pieces(pieces: list[Piece], carry: Any) -> Any:
@@ -200,8 +204,8 @@ class RowLayout:
     def load(self, ref: Any, index: Any, now: bool = True) -> Numbers:
         """The row at an index of an array in memory, or the 128 rows from there on.
 
-        With `now`, a row that stays in registers is loaded here, so that loads are on their way
-        before anything waits for one; otherwise each piece is loaded where it is first used.
+        With `now`, a row that stays in registers is loaded here, so that all its loads are issued
+        before anything waits for one. Otherwise each piece is loaded where it is first used.
         """
 
         def load_piece(piece: Piece) -> jax.Array:
@@ -217,10 +221,9 @@ class RowLayout:
         return numbers
 
     def load_shared(self, ref: Any, index: Any) -> Numbers:
-        """A row that is the same for all rows that a warpgroup holds, such as a norm's scale.
+        """A row that all rows of a warpgroup share, such as a norm's scale.
 
-        Where each lane has a row, it is loaded once for all lanes and broadcast in
-        registers.
+        Where each lane has a row, it is loaded once for all lanes and broadcast in registers.
         """
         if not self.one_row_per_lane:
             return self.load(ref, index)
@@ -230,7 +233,7 @@ class RowLayout:
             if self.simulated:
                 x = part[...]
             else:
-                # Every lane needs the same numbers: the layout of a piece without its rows.
+                # Every lane needs the same numbers: their layout is that of a piece without rows.
                 layout = self.register_layout.reduce(0)
                 x = plgpu.load(part, *INDEX, layout=layout, optimized=False)
             return self._cast(lax.broadcast_in_dim(x, self.piece_shape, [1]))
@@ -238,21 +241,21 @@ class RowLayout:
         return functools.cache(load_piece)
 
     def scratch(self, *dtypes: Any, reserved: Sequence[Any] = ()) -> list[Any]:
-        """Shared memory for a row of each dtype, or nothing where that is not useful.
+        """Shared memory for a row of each dtype, or none.
 
-        It is useful where a row does not stay in registers, and possible where it fits besides the
-        arrays that are `reserved` already.
+        There is none where rows stay in registers or are one per lane, and where it does not fit
+        beside the arrays that are `reserved` already.
         """
         arrays = [plgpu.SMEM((1, self.length), dtype) for dtype in dtypes]
         streamed = self.passes > 1 and not self.one_row_per_lane
-        if streamed and shared_bytes(*reserved, *arrays) <= SHARED:
+        if streamed and shared_bytes(*reserved, *arrays) <= SHARED_BYTES:
             return arrays
         return []
 
     def stage(self, numbers: Numbers, scratch: Sequence[Any]) -> Numbers:
-        """Copy a row to shared memory, from where later passes read it.
+        """Copy a row to shared memory, from which later passes read it.
 
-        Without scratch, as where rows stay in registers, it is returned as it is.
+        Without scratch, as where rows stay in registers, the row is returned as it is.
         """
         if not scratch:
             return numbers
@@ -260,20 +263,19 @@ class RowLayout:
         return self.load(scratch[0], 0)
 
     def store(self, *writes: tuple[Any, Any, Numbers]) -> None:
-        """Write rows, or 128 from an index on, piece by piece.
+        """Write a row at an index, or 128 rows from there on, piece by piece.
 
         Each write is `(array, index, numbers)`. They share one pass over the row, so that numbers
-        used by several of them are computed once.
+        that several of them use are computed once.
         """
 
-        # One function for all writes: pieces are cached, and computed once.
         def store_piece(piece: Piece, _: None) -> None:
             for ref, index, numbers in writes:
                 slices, x = self._slices(index, piece), numbers(piece).astype(ref.dtype)
                 if self.simulated or not self.one_row_per_lane or STORE is None:
                     ref[slices] = x
                 else:
-                    # Lanes with a row each write apart from each other, which is to be asked for.
+                    # Lanes with a row each do not write neighbouring numbers; see `STORE`.
                     STORE(ref.at[slices], x, optimized=False)
 
         self.fold(store_piece)
@@ -283,24 +285,24 @@ class RowLayout:
 
         def mask_piece(piece: Piece) -> jax.Array:
             x = numbers(piece)
-            # A resident piece knows its repeats while tracing; a streamed one only as it runs.
-            if isinstance(piece.again, int) and not piece.again:
+            # What a resident piece repeats is known while tracing; for a streamed one it is traced.
+            if isinstance(piece.repeated, int) and not piece.repeated:
                 return x
-            repeated = self.columns(piece) < piece.begin + piece.again
-            return jnp.where(repeated, jnp.zeros_like(x), x)
+            is_repeated = self.columns(piece) < piece.begin + piece.repeated
+            return jnp.where(is_repeated, jnp.zeros_like(x), x)
 
         return functools.cache(mask_piece)
 
     def total(self, numbers: Numbers) -> jax.Array:
-        """The sum of all numbers of a row, in the shape of a piece if each lane has a row.
+        """The sum of all numbers of a row; those that pieces repeat count once.
 
-        For one long row it is a scalar that all lanes have. Numbers that pieces repeat
-        count once.
+        For one long row it is a scalar that all lanes have. Where each lane has a row, it has the
+        shape of a piece.
         """
         return self._reduce(self.without_repeats(numbers), jnp.add, jnp.sum, 0.0)
 
     def maximum(self, numbers: Numbers) -> jax.Array:
-        """The greatest number of a row; numbers that pieces repeat do no harm."""
+        """The greatest number of a row, in the same shape; repeated numbers do not change it."""
         return self._reduce(numbers, jnp.maximum, jnp.max, -jnp.inf)
 
     def _reduce(self, numbers: Numbers, combine: Any, reduce_lanes: Any, start: float) -> jax.Array:
@@ -314,7 +316,7 @@ class RowLayout:
                 return numbers(piece)
             return combine(so_far, numbers(piece))
 
-        # A loop in the kernel needs a carry of fixed shape to begin with.
+        # The loop of a streamed row needs a first carry, of the shape of those that follow.
         carry = None if self.passes == 1 else self.full(start)
         by_lane = self.fold(add_piece, carry)
         if not self.one_row_per_lane:
@@ -389,7 +391,7 @@ class RowLayout:
         return x.reshape(-1, self.length)
 
     def unflatten(self, x: jax.Array, shape: tuple[int, ...], groups: int = 1) -> jax.Array:
-        """The array of a shape that `flatten` made these rows of, without its padding."""
+        """Undo `flatten`: the rows as an array of this shape, without the padding."""
         rows_of_group = math.prod(shape[:-1]) // groups
         return x.reshape(groups, -1, self.length)[:, :rows_of_group].reshape(shape)
 
@@ -407,14 +409,14 @@ class RowBlocks:
 
     @property
     def unrolled(self) -> int:
-        """How many times a program does what it does of one row, or of 128 short ones.
+        """How many rows, or how many times 128 short ones, a program takes.
 
-        Short rows that fill a warpgroup by themselves are taken several at a time, so that enough
-        loads are on their way.
+        Of rows that a warpgroup holds one at a time it takes more the shorter they are, so that
+        enough loads are issued at once.
         """
         if self.layout.rows_held > 1:
             return 1
-        return min(max(ENOUGH // self.layout.length, 1), MOST, self.rows)
+        return min(max(NUMBERS_AT_ONCE // self.layout.length, 1), MOST_UNROLLED, self.rows)
 
 
 def over_rows(
@@ -430,22 +432,21 @@ def over_rows(
         blocks: how many rows there are. The last block of a group begins early enough to be full:
             some of its rows are then computed twice, with the same result.
         results: the shapes and dtypes of the results.
-        scratch: what the kernel takes of shared memory.
+        scratch: the shared memory of the kernel.
     """
     layout, unrolled = blocks.layout, blocks.unrolled
     step = unrolled * layout.rows_held
     grid = (blocks.groups, -(-blocks.rows // step))
 
-    def of_block(*refs: Any) -> None:
+    def run_block(*refs: Any) -> None:
         group = lax.axis_index("group")
         # The last block begins earlier, to be full.
-        begin = group * blocks.rows + jnp.minimum(
-            lax.axis_index("block") * step, blocks.rows - step
-        )
+        begin_in_group = jnp.minimum(lax.axis_index("block") * step, blocks.rows - step)
+        begin = group * blocks.rows + begin_in_group
         kernel(group, [begin + offset for offset in range(unrolled)], *refs)
 
     return call(
-        of_block,
+        run_block,
         name,
         results,
         layout.simulated,

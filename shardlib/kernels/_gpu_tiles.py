@@ -32,8 +32,8 @@ from shardlib.kernels._gpu_ring import FEW_REGISTERS, MANY_REGISTERS, Ring, set_
 
 ROWS = COLUMNS = 128  # of a tile
 SWIZZLE = 128  # bytes of a row that are multiplied in a step
-TOGETHER = 8  # tiles side by side that are computed one after the other: the cache keeps operands
-SHARED = 227 * 2**10 - 2**11  # bytes of shared memory, less some for barriers
+SNAKE_WIDTH = 8  # tiles above each other that are computed at the same time; see `_tile_index`
+SHARED_BYTES = 227 * 2**10 - 2**11  # of shared memory, less some for barriers
 MOST_STAGES = 6
 
 Result: TypeAlias = tuple[str, Any]  # "row" or "tile", and a dtype
@@ -45,15 +45,14 @@ class ProductKernel:
 
     name: str
     simulated: bool  # by an interpreter
-    rough: bool  # whether exponentials and tangents may be those of the GPU's unit; see `call`
+    approx_math: bool  # see `call`
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Some rows and columns of a product, in float32.
+    """Some rows and columns of a product, in float32, as an epilogue is given them.
 
-    It is what an epilogue is given; its methods load and lay out what belongs to the tile's
-    rows.
+    Its methods load and lay out what belongs to the tile's rows.
     """
 
     z: jax.Array
@@ -61,14 +60,14 @@ class Tile:
     layout: Any  # in registers; None where an interpreter runs, which has no layouts
 
     def positions(self, dim: int) -> jax.Array:
-        """The row (dim 0) or column (dim 1) of each number in the whole product."""
+        """The row (dim 0) or column (dim 1) that each number has in the whole product."""
         shape, first = self.z.shape, self.index[dim] * (ROWS, COLUMNS)[dim]
         if self.layout is None:
             return lax.broadcasted_iota(jnp.int32, shape, dim) + first
         return plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=self.layout) + first
 
-    def of_rows(self, ref: Any) -> jax.Array:
-        """What an array that has a number for each row of the product has for the tile's rows."""
+    def row_values(self, ref: Any) -> jax.Array:
+        """The tile's part of an array that has one number for each row of the product."""
         part = ref.at[pl.ds(self.index[0] * ROWS, ROWS)]
         if self.layout is None:
             return part[...]
@@ -85,7 +84,7 @@ Epilogue: TypeAlias = Callable[..., Sequence[jax.Array]]
 
 @dataclass(frozen=True)
 class _Product:
-    """A product and what is made of it: all that a generation's program depends on."""
+    """A product and its epilogue: all that a generation's program depends on."""
 
     epilogue: Epilogue
     results: Sequence[Result]
@@ -97,17 +96,17 @@ class _Product:
 
     @property
     def steps(self) -> int:
-        """In how many steps a tile is multiplied."""
+        """How many steps the product of a tile takes."""
         return self.width // step(self.dtype)
 
     def split(self, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The references to inputs other than the operands, and those to results."""
+        """Split references into those to inputs other than the operands, and those to results."""
         return refs[: -len(self.results)], refs[-len(self.results) :]
 
     def finish(self, tile: Tile, refs: Sequence[Any], staging: Sequence[Any]) -> None:
         """Call the epilogue for a tile and write what it returns.
 
-        `refs` are those to the other inputs and to the results.
+        `refs` are to the inputs other than the operands, and to the results.
         """
         input_refs, result_refs = self.split(refs)
         _write(self.epilogue(tile, *input_refs), self.results, tile, staging, result_refs)
@@ -129,20 +128,20 @@ def over_tiles(
     results: Sequence[Result],
     kernel: ProductKernel,
 ) -> list[jax.Array]:
-    """Call a function for each tile of `a @ b.T`, and return what it makes of them.
+    """Call a function for each tile of `a @ b.T`, and return what it makes of the tiles.
 
     Args:
         epilogue: called as `(tile, *references)`; it returns an array for each result.
-        a: (rows, width); rows for two whole tiles, and whole steps of the width: see `padded`.
-        b: (columns, width), whole tiles and steps.
+        a: (rows, width). Its rows are a multiple of two tiles, and its width one of a step: see
+            `padded`.
+        b: (columns, width). Its rows are a multiple of a tile.
         inputs: arrays to which the epilogue is given references.
-        results: a `"row"` result is a number for each row of each tile, `(tiles side by side,
-            rows)`; a `"tile"` result is as large as the product.
+        results: a `"row"` result has a number for each row of each tile, `(tiles side by side,
+            rows)`; a `"tile"` result has the shape of the product.
         kernel: its name, and how it is run.
     """
     (rows, width), columns = a.shape, b.shape[0]
     assert rows % (2 * ROWS) == columns % COLUMNS == width % step(a.dtype) == 0, (a.shape, b.shape)
-    # What an epilogue makes has one number for each row of a tile, or one for each logit.
     shapes = {"row": (columns // COLUMNS, rows), "tile": (rows, columns)}
     outs = [jax.ShapeDtypeStruct(shapes[kind], dtype) for kind, dtype in results]
     product = _Product(epilogue, results, rows, columns, width, a.dtype, kernel.simulated)
@@ -153,7 +152,7 @@ def over_tiles(
         kernel.name,
         outs,
         kernel.simulated,
-        kernel.rough,
+        kernel.approx_math,
         grid_names=("tile",),
         thread_name="group",
         **program.options,
@@ -167,7 +166,7 @@ def step(dtype: Any) -> int:
 
 
 def padded(x: jax.Array, rows: int, dtype: Any) -> jax.Array:
-    """A matrix in a dtype, with zeros for a multiple of `rows` and for whole steps."""
+    """A matrix in a dtype, padded with zeros to a multiple of `rows` and to whole steps."""
     missing_rows, missing_width = -x.shape[0] % rows, -x.shape[1] % step(dtype)
     # A pad of nothing would still be an operation in the program.
     if missing_rows or missing_width:
@@ -181,9 +180,9 @@ def _transforms(dtype: Any) -> tuple[Any, ...]:
 
 
 def _staging(results: Sequence[Result], groups: int) -> list[Any]:
-    """Shared memory from which results are copied to memory, for each group of a program.
+    """Shared memory from which results are copied to memory, for `groups` warpgroups.
 
-    A `"row"` result is staged whole, and a `"tile"` some columns at a time.
+    A `"row"` result is staged as a whole, and a `"tile"` some columns at a time.
     """
     buffers = []
     for kind, dtype in results:
@@ -196,12 +195,12 @@ def _staging(results: Sequence[Result], groups: int) -> list[Any]:
 
 
 def _count_stages(results: Sequence[Result], groups: int, stage_bytes: int, steps: int) -> int:
-    """How many steps may be on their way at once, in the shared memory that staging leaves."""
+    """How many steps the ring has buffers for, in the shared memory that staging leaves."""
     staged = 0
     for kind, dtype in results:
         row_bytes = jnp.dtype(dtype).itemsize if kind == "row" else SWIZZLE
         staged += groups * ROWS * row_bytes
-    return min((SHARED - staged) // stage_bytes, MOST_STAGES, steps)
+    return min((SHARED_BYTES - staged) // stage_bytes, MOST_STAGES, steps)
 
 
 def _write(
@@ -216,9 +215,9 @@ def _write(
     Args:
         arrays: what it returned.
         results: the kind and dtype of each.
-        tile: whose they are.
+        tile: the tile.
         staging: shared memory for each.
-        outs: the references that they are copied to.
+        outs: the references to which they are copied.
     """
     row, column = tile.index
     for x, (kind, dtype), buffer, out in zip(arrays, results, staging, outs, strict=True):
@@ -232,7 +231,7 @@ def _write(
         width, x = step(dtype), x.astype(dtype)
         for begin in range(0, COLUMNS, width):
             if begin:
-                # The copy of the columns before must have left the buffer.
+                # The copy of the columns before must have read the buffer.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             buffer[...] = x[:, begin : begin + width]
             plgpu.commit_smem()
@@ -242,22 +241,22 @@ def _write(
 
 
 def _columns_of_step(operands: Sequence[Any], dtype: Any, k: jax.Array) -> list[Any]:
-    """What a step multiplies of each operand: some of its columns."""
+    """The columns of each operand that a step multiplies."""
     width = step(dtype)
     return [operand.at[:, pl.ds(k * width, width)] for operand in operands]
 
 
 def _tile_index(rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
-    """Which tile a program has; programs that run at the same time share operands.
+    """The index of a program's tile, such that programs that run at the same time share operands.
 
-    Tiles are taken in a snake of `TOGETHER` tiles side by side, so that the cache has most of
-    what a program reads.
+    Programs go down `SNAKE_WIDTH` tiles of a column, and on to the next column. At the end of
+    these rows they come back over the rows below. So the cache has most of what a program reads.
     """
-    return plgpu.planar_snake(lax.axis_index("tile"), (rows, columns), 0, TOGETHER)
+    return plgpu.planar_snake(lax.axis_index("tile"), (rows, columns), 0, SNAKE_WIDTH)
 
 
 def _operand_buffers(product: _Product, stages: int, a_rows: int) -> dict[str, Any]:
-    """Shared memory for the operands of one program, `a_rows` rows of the first."""
+    """Shared memory for the operands of a program, which has `a_rows` rows of the first."""
     dtype, width = product.dtype, step(product.dtype)
     transforms = _transforms(dtype)
     return {
@@ -269,7 +268,7 @@ def _operand_buffers(product: _Product, stages: int, a_rows: int) -> dict[str, A
 def _hopper(product: _Product) -> _Program:
     """The program for Hopper: two warpgroups multiply, each a tile, and a third one copies.
 
-    The tiles are above each other and share the rows of `b`; a program thus has `2 * ROWS` rows
+    The two tiles are above each other and share the rows of `b`, so a program has `2 * ROWS` rows
     of `a`.
     """
     layout = None if product.simulated else plgpu.Layout.WGMMA
@@ -287,7 +286,7 @@ def _hopper(product: _Product) -> _Program:
         @pl.when(group == 2)
         def _() -> None:
             set_registers(product.simulated, FEW_REGISTERS)
-            a_part = a.at[pl.ds(row * 2 * ROWS, a_rows)]
+            a_part = a.at[pl.ds(row * a_rows, a_rows)]
             b_part = b.at[pl.ds(column * COLUMNS, COLUMNS)]
             ring.copy_in(steps, partial(_columns_of_step, (a_part, b_part), product.dtype))
 
@@ -315,8 +314,8 @@ def _hopper(product: _Product) -> _Program:
 def _multiply_on_hopper(total: Any, group: jax.Array, ring: Ring, steps: int) -> jax.Array:
     """The product of a warpgroup's tile, accumulated in registers.
 
-    The matrix unit works on one step while the next is issued, so that a buffer is free only when
-    the step after it has begun.
+    The next step is issued while the matrix unit works on one, so a step's buffer is freed only
+    after the next step is issued. The last step's need not be: nothing more is copied.
     """
     a_smem, b_smem = ring.buffers
     stages = ring.stages
@@ -335,9 +334,9 @@ def _multiply_on_hopper(total: Any, group: jax.Array, ring: Ring, steps: int) ->
 
 
 def _blackwell(product: _Product) -> _Program:
-    """The program for Blackwell: one warpgroup copies, one multiplies, and one has the epilogue.
+    """The program for Blackwell: one warpgroup copies, one multiplies, one runs the epilogue.
 
-    The last one waits at the barrier `done` for the whole tile in tensor memory.
+    The last one waits at the barrier `done` until the whole tile is in tensor memory.
     """
     layout = None if product.simulated else plgpu.Layout.TCGEN05
     steps = product.steps
@@ -376,7 +375,7 @@ def _blackwell(product: _Product) -> _Program:
     scratch = {
         **_operand_buffers(product, stages, ROWS),
         "total": plgpu.TMEM((ROWS, COLUMNS), jnp.float32),
-        # The matrix unit itself arrives at `free` and `done`, when it has read and written.
+        # The matrix unit itself arrives at `free` and `done`: when it has read, and has written.
         "step_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=1, num_barriers=stages, orders_tensor_core=True),
         "done": plgpu.Barrier(num_arrivals=1, orders_tensor_core=True),
@@ -387,10 +386,9 @@ def _blackwell(product: _Product) -> _Program:
 
 
 def _multiply_on_blackwell(total: Any, done: Any, ring: Ring, steps: int) -> None:
-    """Accumulate the product of a tile in tensor memory, and say when it is done.
+    """Accumulate the product of a tile in tensor memory, and arrive at `done`.
 
-    The matrix unit arrives by itself at the barrier `free` of a step, and with the last step at
-    `done`.
+    The matrix unit itself arrives at the barrier `free` of each step, and at `done` after the last.
     """
     a_smem, b_smem = ring.buffers
 
@@ -404,5 +402,5 @@ def _multiply_on_blackwell(total: Any, done: Any, ring: Ring, steps: int) -> Non
 
 
 def _layout_option(layout: Any) -> dict[str, Any]:
-    """The layout as a keyword argument; none for an interpreter."""
+    """The layout as a keyword argument; no argument for an interpreter, which has no layouts."""
     return {} if layout is None else {"layout": layout}

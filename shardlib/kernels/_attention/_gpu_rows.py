@@ -64,7 +64,7 @@ def run(body: Body, walk: Walk) -> list[jax.Array]:
         body.name,
         [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in walk.results],
         walk.simulated,
-        rough=True,
+        approx_math=True,
         grid=tuple(walk.grid.values()),
         grid_names=tuple(walk.grid),
         num_threads=GROUPS + 1,

@@ -146,7 +146,7 @@ def _sums(
     rows = x.shape[0]
     x, targets = _pad_rows(x, targets)
     # Without a cap the only exponential is that of the softmax, for which the GPU's unit will do.
-    kind = ProductKernel("head_forward", simulated, rough=loss.cap is None)
+    kind = ProductKernel("head_forward", simulated, approx_math=loss.cap is None)
     chunks = _Chunks(loss, kind, [("row", jnp.float32)] * 4, x)
     head_forward = partial(_sum_tile, loss)
 
@@ -170,7 +170,7 @@ def _sum_tile(loss: Loss, tile: Tile, targets_ref: Any, limits_ref: Any) -> tupl
     counts &= tile.positions(1) >= limits_ref[1]
     highest = jnp.where(counts, z, jnp.full_like(z, -jnp.inf)).max(1)
     e = _or_zero(counts, jnp.exp(z - tile.across(highest)))
-    is_target = token == tile.across(tile.of_rows(targets_ref))
+    is_target = token == tile.across(tile.row_values(targets_ref))
     of_target = _or_zero(is_target & counts, z).sum(1)
     sum_z = jnp.zeros_like(of_target)  # nobody reads it
     if loss.smoothing:
@@ -225,7 +225,7 @@ def _gradients(
     """
     rows, width = x.shape
     x, *columns = _pad_rows(x, targets, *row_columns)
-    kind = ProductKernel("head_backward", simulated, rough=loss.cap is None)
+    kind = ProductKernel("head_backward", simulated, approx_math=loss.cap is None)
     chunks = _Chunks(loss, kind, [("tile", x.dtype)], x)
     head_backward = partial(_differentiate_tile, loss)
 
@@ -254,8 +254,8 @@ def _differentiate_tile(loss: Loss, tile: Tile, targets_ref: Any, *refs: Any) ->
     """
     *column_refs, limits_ref = refs
     z, token, counts = _logits(tile, limits_ref, loss)
-    is_target = token == tile.across(tile.of_rows(targets_ref))
-    log_z, log_z_gradient, gradient = (tile.across(tile.of_rows(ref)) for ref in column_refs)
+    is_target = token == tile.across(tile.row_values(targets_ref))
+    log_z, log_z_gradient, gradient = (tile.across(tile.row_values(ref)) for ref in column_refs)
     z_gradient = logit_gradients(z, is_target, log_z, log_z_gradient, gradient, loss)
     return (jnp.where(counts, z_gradient, jnp.zeros_like(z)),)
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from shardlib.kernels._gpu import call
 from shardlib.kernels._gpu_rows import (
-    SHARED,
+    SHARED_BYTES,
     Numbers,
     RowBlocks,
     RowLayout,
@@ -263,7 +263,7 @@ def _backward_scratch(
     sums_memory: list[Any] = []
     if sum_count:
         sums = plgpu.SMEM((sum_count * rows.rows_held, rows.pitch), jnp.float32)
-        if shared_bytes(sums) <= SHARED:
+        if shared_bytes(sums) <= SHARED_BYTES:
             sums_memory = [sums]
     return sums_memory, rows.scratch(h_dtype, gradient_dtype, reserved=sums_memory)
 
@@ -277,7 +277,7 @@ def _count_blocks(rows: RowLayout, count: int, shared: int) -> int:
     turns_in_all = -(-count // rows.rows_held)
     # Registers allow so many warpgroups on a processor, and shared memory may allow fewer.
     by_registers = 2 if rows.one_row_per_lane else 4
-    at_once = min(by_registers, SHARED // max(shared, 1))
+    at_once = min(by_registers, SHARED_BYTES // max(shared, 1))
     turns = max(-(-turns_in_all // (PROCESSORS * at_once)), FEW)
     return -(-turns_in_all // turns)
 

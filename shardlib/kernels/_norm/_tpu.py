@@ -220,8 +220,8 @@ def _backward_of_groups(
     groups, (scale,) = grouped(depth, h, scale)
     blocks = _choose_blocks(h, groups)
     length = blocks.shape[-1]
-    # On chips whose two cores are one device each core takes half of the blocks, and has sums of its
-    # own. One core takes both halves, one after the other.
+    # On chips whose two cores are one device each core takes half of the blocks, with sums of its
+    # own. A single core takes both halves, one after the other.
     cores = 1
     if blocks.of_group % 2 == 0:
         cores = 2
@@ -308,7 +308,7 @@ def norm_backward(*refs: Any, kernel: _Kernel, blocks: _Blocks, blocks_of_core: 
     unit_gradient = gradient
     if kernel.scaled:
         unit_gradient = gradient * _in_float32(next(remaining))
-    # The norm of a row does not depend on the row's length, so the gradient has no part along it.
+    # Multiples of a row have the same norm, so the gradient has no part along the row.
     x_gradient = unit_gradient - unit * (unit_gradient * unit).mean(-1, keepdims=True)
     if kernel.norm.centred:
         x_gradient -= unit_gradient.mean(-1, keepdims=True)

@@ -1,8 +1,8 @@
 """Masked, scaled softmax on a TPU: whole rows in fast memory, each array read and written once.
 
 Rows are seen as `(..., rows, length)`, merged as far as the mask allows. The dims along which the
-mask is the same are the innermost ones of the grid. Steps that follow each other along them need the
-same block of the mask, which is read once:
+mask is the same are the innermost ones of the grid: steps that follow each other along them need
+the same block of the mask, which is read once.
 
     grid:  dims along which the mask changes  x  blocks of rows  x  dims along which it does not
 """
