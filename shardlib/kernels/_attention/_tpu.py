@@ -1,14 +1,14 @@
 """Attention on TPUs.
 
-Scores are made block by block in fast memory, with the queries along the lanes, so that what each
-query has is a vector of lanes:
+Scores are computed block by block in fast memory, with the queries along the lanes. So the numbers
+of each query, such as its log-sum-exp, are a row of lanes:
 
                 queries ->
       keys    +------------+
         |     |   scores   |     sums down the columns: one number for each query
         v     +------------+
 
-Three kernels walk over pairs of blocks. The operand of the inner loop is fetched again for each
+Three kernels walk over pairs of blocks. The operands of the inner loop are fetched again for each
 step of the outer one:
 
     kernel              outer loop         inner loop                    keeps in fast memory
@@ -16,13 +16,13 @@ step of the outer one:
     attention_dq        blocks of queries  blocks of keys                the gradient to queries
     attention_dkv       blocks of keys     heads and blocks of queries   gradients to keys, values
 
-A pair in which the mask leaves nothing is neither computed nor fetched. Its step asks for the block
-of another pair of the same row, in which the mask leaves something, before or after it: what two
-steps after each other ask for is copied once.
+A pair of which the mask hides everything is neither computed nor fetched. Pallas copies a block
+only if the step before had another one. So the step of such a pair asks for the block of a pair of
+the same row of which something is seen, the one before it or the one after.
 
-Positions of queries and keys may be known to the running program only, as where devices have
-different parts of a sequence. So which pairs a band leaves is computed by the grid itself. Which
-pairs a pattern of blocks leaves stands in a table that is made before, see `_tpu_pattern`.
+Positions of queries and keys may be known to the running program only, for example where devices
+have different parts of a sequence. So the index maps of the grid compute which pairs a band leaves.
+Which pairs a pattern of blocks leaves is in a table that is made before; see `_tpu_pattern`.
 """
 
 from functools import partial

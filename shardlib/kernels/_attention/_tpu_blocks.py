@@ -1,8 +1,8 @@
 """How large the blocks are that our kernels for attention on TPUs walk over.
 
-Blocks must fit a core's fast memory, two of each with their scores. With a pattern of blocks there
-is a table of all pairs besides, in a core's memory for whole numbers. Larger blocks are fetched
-less often, and smaller ones leave out more of what nobody sees.
+Two of each block must fit in a core's fast memory, together with their scores. With a pattern of
+blocks there is also a table of all pairs, in a core's scalar memory. Larger blocks are fetched less
+often, and smaller ones skip more of what the mask hides.
 """
 
 import functools
@@ -17,11 +17,13 @@ from shardlib.kernels._tpu import COMFORTABLE, LANES, MIB, vmem_bytes
 
 # Bytes of fast memory for each score of a block: of z, p and the gradients to both, in float32, and
 # of the mask.
-SCORE = 20
+SCORE_BYTES = 20
+# The same for a pattern: of the word of bits for each score, and of how far it is shifted.
+PATTERN_BYTES = 8
 
 
 class Blocks(NamedTuple):
-    """How many positions the blocks of the outer loop and those of the inner loop have, at most."""
+    """The most positions that a block of the outer loop has, and one of the inner loop."""
 
     outer: int
     inner: int
@@ -34,8 +36,8 @@ class Lengths(NamedTuple):
     keys: int
 
 
-# In the order of preference. The larger a block of the outer loop is, the less often those of the
-# inner loop are fetched.
+# In order of preference. The larger a block of the outer loop is, the less often those of the inner
+# loop are fetched.
 BLOCKS = (
     Blocks(1024, 512),
     Blocks(512, 512),
@@ -44,16 +46,16 @@ BLOCKS = (
     Blocks(256, 128),
     Blocks(128, 128),
 )
-# The cost of a step that computes nothing, as the number of scores that take as long.
+# The time of a step that computes nothing, as the number of scores that take as long.
 EMPTY_STEP_COST = 2**16
-# How many entries the table of a pattern's pairs may have in a core's memory for whole numbers, and
-# how many blocks a row of it: their numbers have 16 bits.
+# Scalar memory has room for so many entries of the table of a pattern's pairs. A row of it has so
+# many blocks at most, since their indices are signed and of 16 bits.
 MOST_TABLE_ENTRIES = 2**18
 MOST_BLOCKS = 2**15
 
 
 def fitting_blocks(q: Any, v: Any, mask: Mask, kind: str) -> list[Blocks]:
-    """The blocks that fit the fast memory of a kind of device, in the order of preference.
+    """The blocks that fit in the fast memory of a kind of device, in order of preference.
 
     Args:
         q: queries, or their shape and dtype, with the size of a head last.
@@ -61,21 +63,21 @@ def fitting_blocks(q: Any, v: Any, mask: Mask, kind: str) -> list[Blocks]:
         mask: the mask.
         kind: the kind of device.
     """
-    # More than `COMFORTABLE` is asked for with some for the compiler, of what a core has.
+    # More than `COMFORTABLE` is asked for with 4 MiB for the compiler: see `parameters`.
     room = max(COMFORTABLE, vmem_bytes(kind) - 4 * MIB)
     fitting = []
     for blocks in BLOCKS:
         if used_bytes(blocks, q, v, mask) > room:
             continue
-        # Of a narrow band, smaller inner blocks compute and fetch less that nobody sees.
-        if _width(mask) < blocks.outer:
+        # Under a narrow band, smaller inner blocks compute and fetch less of what is hidden.
+        if _band_width(mask) < blocks.outer:
             blocks = Blocks(blocks.outer, min(blocks.inner, 256))
         fitting.append(blocks)
     return fitting
 
 
-def _width(mask: Mask) -> float:
-    """How many keys besides the one at its own position a query sees of a band."""
+def _band_width(mask: Mask) -> float:
+    """How many keys a query sees by the band, besides the one at its own position."""
     if mask.left is None or mask.right is None:
         return math.inf
     return mask.left + mask.right
@@ -84,9 +86,9 @@ def _width(mask: Mask) -> float:
 def pattern_blocks(
     fitting: list[Blocks], lengths: Lengths, attention: Attention, heads: int
 ) -> Blocks | None:
-    """The blocks with which a pattern is computed soonest: not too large for it, nor too small.
+    """The fastest blocks for a pattern; None if scalar memory has no room for its table of pairs.
 
-    It is None where a core's memory for whole numbers holds no table of the pattern's pairs.
+    Smaller blocks compute fewer scores that the pattern hides, and take more steps.
 
     Args:
         fitting: blocks that fit fast memory.
@@ -112,23 +114,23 @@ def pattern_blocks(
 def _least_work(
     choices: tuple[Blocks, ...], lengths: Lengths, mask: Mask, starts: tuple[int, int] | None
 ) -> Blocks:
-    """Those of some blocks with which a pattern is computed soonest.
+    """The blocks, of these choices, with which a pattern is computed fastest.
 
-    Arguments are those of `pattern_blocks`. Patterns of queries and keys are mostly alike, so that
-    both orders of loops may have the same blocks.
+    The other arguments are as for `pattern_blocks`. Queries are taken for the outer loop. Patterns
+    are mostly symmetric, so the same blocks will do where keys are the outer loop.
     """
     work = []
     for blocks in choices:
         queries = Tiling(lengths.queries, block_size(lengths.queries, blocks.outer))
         keys = Tiling(lengths.keys, block_size(lengths.keys, blocks.inner))
-        # Whatever is seen of a pair, all of its scores are computed.
+        # All scores of a pair are computed if any of them is seen.
         scores = len(mask.pairs(queries, keys, starts)) * queries.size * keys.size
         work.append(scores + EMPTY_STEP_COST * queries.count * keys.count)
     return choices[work.index(min(work))]
 
 
 def _block_counts(blocks: Blocks, lengths: Lengths) -> list[tuple[int, int]]:
-    """How many blocks of queries and of keys there are, in both orders of loops."""
+    """How many blocks of queries and of keys there are, in each of the two orders of loops."""
     counts = []
     for queries, keys in (blocks, reversed(blocks)):
         query_blocks = lengths.queries // block_size(lengths.queries, queries)
@@ -138,20 +140,21 @@ def _block_counts(blocks: Blocks, lengths: Lengths) -> list[tuple[int, int]]:
 
 def used_bytes(blocks: Blocks, q: Any, v: Any, mask: Mask) -> int:
     """The bytes of fast memory that blocks and their scores take, in the kernel that takes most."""
-    # Rows of a block fill whole tiles of lanes.
-    row = sum(x.shape[3] + -x.shape[3] % LANES for x in (q, v))
+    # A position has a row of `q` or `k` and one of `v` or `y`. Rows fill whole tiles of lanes.
+    numbers = sum(x.shape[3] + -x.shape[3] % LANES for x in (q, v))
     itemsize = jnp.dtype(q.dtype).itemsize
-    # Everything is there twice, while one is computed on and the other copied. The outer loop has
-    # results and sums in float32, too.
-    outer = row * (4 * itemsize + 4)
-    inner = row * 2 * itemsize
-    # A pattern's words and bits are shifted for each score.
-    score = SCORE if mask.block_mask is None else SCORE + 8
-    return score * blocks.outer * blocks.inner + outer * blocks.outer + inner * blocks.inner
+    # Each block has two buffers. The outer loop has operands, results, and sums in float32.
+    outer_row = numbers * (4 * itemsize + 4)
+    inner_row = numbers * 2 * itemsize
+    score = SCORE_BYTES
+    if mask.block_mask is not None:
+        score += PATTERN_BYTES
+    scores = score * blocks.outer * blocks.inner
+    return scores + outer_row * blocks.outer + inner_row * blocks.inner
 
 
 def block_size(length: int, limit: int) -> int:
-    """How many queries or keys a block has: whole tiles, as many as divide the length evenly.
+    """How many queries or keys a block has: the most whole tiles that divide the length evenly.
 
     Args:
         length: how many queries or keys there are, a multiple of `LANES`.

@@ -1,8 +1,8 @@
 """The grids of our kernels for attention on TPUs: which blocks each step computes and fetches.
 
 A grid has four dims: sequences, heads, and two that walk over blocks, the last of them the inner
-loop. Which block of queries and which of keys a step is for, `Steps` says. Index maps of a grid
-take its indices and then what is prefetched, `Prefetched`.
+loop. `Steps` says for which block of queries and which of keys a step is. The index maps of a grid
+are called with the four indices of a step, and then with what is prefetched, `Prefetched`.
 """
 
 import math
@@ -50,13 +50,13 @@ KEYS, QUERIES = "keys", "queries"
 
 
 class Prefetched(NamedTuple):
-    """What a grid knows before its steps, or references to it.
+    """What is in scalar memory before a grid's first step, or references to it.
 
     Attributes:
         starts: the positions of the first query and of the first key.
-        next_seen: for each step of a head, the step of the same row whose blocks are fetched, or
-            -1 in a row that has none; `packed`. A step that is its own computes. None without a
-            pattern.
+        next_seen: for each pair of blocks of a head, the index in its row of the pair whose blocks
+            are fetched, or -1 in a row where nothing is seen; `packed`. A pair is computed if this
+            is its own index. None without a pattern.
     """
 
     starts: Any
@@ -78,12 +78,12 @@ class Operand:
     place: Callable[..., Any]
 
     def spec(self, pair: Callable[..., Any]) -> pl.BlockSpec:
-        """How the blocks are fetched, where `pair` gives what `place` takes of a grid's step."""
+        """The spec of the blocks, where `pair` gives the arguments of `place` for a step."""
         return pl.BlockSpec(self.block, lambda *step: self.place(*pair(*step)))
 
 
 class KernelCall:
-    """The arrays of an attention with their heads first, and the blocks that kernels walk over."""
+    """The arrays of an attention, heads first, and the blocks that a kernel walks over."""
 
     def __init__(
         self,
@@ -109,12 +109,12 @@ class KernelCall:
         self.inner = inner
         self.q, self.k, self.v = (heads_first(x) for x in (q, k, v))
         self.side, self.attention, self.simulated = side, attention, simulated
-        # So many heads of queries share a head of keys and values.
+        # How many heads of queries share a head of keys and values.
         self.group = q.shape[2] // k.shape[2]
         fitting = fitting_blocks(q, v, attention.mask, device_here().kind)
         assert fitting, "see `refuses`"
         blocks = fitting[0]
-        # Not every size of blocks goes with a pattern.
+        # With a pattern, other blocks may be faster, or the only ones whose table has room.
         if attention.mask.block_mask is not None:
             lengths = Lengths(q.shape[1], k.shape[1])
             chosen = pattern_blocks(fitting, lengths, attention, q.shape[2])
@@ -137,19 +137,19 @@ class KernelCall:
         return pattern_bits(pattern, block_mask.size, self.side.starts, queries, key_blocks)
 
     def in_band(self, distance: Any) -> Any:
-        """Whether the band leaves anything of a pair of blocks.
+        """Whether the band leaves anything of a pair of blocks, as an array even without a band.
 
         `distance` is the position of its first key less that of its first query.
         """
-        return jnp.bool_(True) & in_band(self, distance)
+        return jnp.bool_(True) & _pair_in_band(self, distance)
 
     def query_rows(self, x: Any) -> Operand:
-        """Of `(batch, heads, queries, size)`, the queries of a block as rows."""
+        """An array `(batch, heads, queries, size)`, whose blocks have queries as rows."""
         block = (1, 1, self.query_block, x.shape[3])
         return Operand(x, block, lambda b, h, i, j: (b, h, i, 0))
 
     def query_columns(self, x: Any) -> Operand:
-        """Of `(batch, heads, size, queries)`, the queries of a block as columns."""
+        """An array `(batch, heads, size, queries)`, whose blocks have queries as columns."""
         block = (1, 1, x.shape[2], self.query_block)
         return Operand(x, block, lambda b, h, i, j: (b, h, 0, i))
 
@@ -158,7 +158,7 @@ class KernelCall:
         return shaped(shape, dtype, self.q)
 
     def key_rows(self, x: Any) -> Operand:
-        """Of `(batch, key heads, keys, size)`, the keys of a block as rows."""
+        """An array `(batch, key heads, keys, size)`, whose blocks have keys as rows."""
         block = (1, 1, self.key_block, x.shape[3])
         return Operand(x, block, lambda b, h, i, j: (b, h // self.group, j, 0))
 
@@ -182,7 +182,6 @@ class KernelCall:
         """
         steps = Steps(self)
         side = self._side_operands()
-        # What index maps read has to be in scalar memory before the first step.
         prefetched = [x for x in steps.prefetched() if x is not None]
         out_shapes = [shaped(x.x.shape, x.x.dtype, self.q) for x in results]
         call = pl.pallas_call(
@@ -201,7 +200,7 @@ class KernelCall:
             interpret=interpreted(self.simulated, self.q),
             name=body.__name__,
         )
-        # By this name a count of operations knows how many steps compute something.
+        # A count of operations reads from this name how many steps compute something.
         with jax.named_scope(f"{STEPS}_{steps.computing()}"):
             return call(*prefetched, *(x.x for x in side.values()), *(x.x for x in operands))
 
@@ -222,10 +221,9 @@ class KernelCall:
         if self.pattern is not None:
             words, bits = self.pattern
             block = (1, 1, words.shape[2], self.query_block)
-            # A row of lanes for each block of keys and each query. Heads that share a pattern all
-            # have the first.
-            own = min(words.shape[0] - 1, 1)
-            operands["words"] = Operand(words, block, lambda b, h, i, j: (h * own, j, 0, i))
+            # All heads have the first pattern where there is only one.
+            has_own = int(words.shape[0] > 1)
+            operands["words"] = Operand(words, block, lambda b, h, i, j: (h * has_own, j, 0, i))
             block = (1, 1, self.key_block)
             operands["bits"] = Operand(bits[None, None], block, lambda b, h, i, j: (0, 0, j))
         return operands
@@ -259,25 +257,26 @@ class Steps:
         batch, heads = self.call.q.shape[:2]
         if self.call.inner == KEYS:
             return batch, heads, self.query_blocks, self.key_blocks
-        # Each key head is served the queries of its whole group, one head after the other.
+        # The inner loop of a key head has the queries of all heads that it serves, head by head.
         group = self.call.group
         return batch, heads // group, self.key_blocks, group * self.query_blocks
 
     def computing(self) -> str:
-        """How many steps compute something, as text; unknown where only a running program knows.
+        """How many steps compute something, as text; `UNKNOWN` if only the running program knows.
 
-        That is so where arrays say which positions there are, or which blocks are seen.
+        That is so where arrays say at which positions queries and keys start, or which blocks are
+        seen.
         """
         starts = self.call.attention.starts
         if starts is None or self.call.pattern is not None:
             return UNKNOWN
         i, j = np.arange(self.query_blocks)[:, None], np.arange(self.key_blocks)
-        seen = in_band(self.call, distance_of(starts, i, j, self.call))
+        seen = _pair_in_band(self.call, distance_of(starts, i, j, self.call))
         pairs = int(np.broadcast_to(seen, (self.query_blocks, self.key_blocks)).sum())
         return str(math.prod(self.call.q.shape[:2]) * pairs)
 
     def pair(self, *step: Any) -> tuple[Any, Any, Any, Any]:
-        """The sequence, the head, the block of queries and the block of keys of a step."""
+        """The indices of a step's sequence, head, block of queries and block of keys."""
         b, h, outer, inner = step
         if self.call.inner == KEYS:
             return b, h, outer, inner
@@ -285,13 +284,13 @@ class Steps:
         return b, head, inner % self.query_blocks, outer
 
     def prefetched(self) -> Prefetched:
-        """What the grid knows before its steps."""
+        """The arrays that are in scalar memory before the first step."""
         starts = self.call.side.starts
         if self.call.pattern is None:
             return Prefetched(starts)
         i = jnp.arange(self.query_blocks)[:, None]
         j = jnp.arange(self.key_blocks)[None, :]
-        # A pair may be left out by either, and both may touch it without leaving anything.
+        # A pair that both touch counts as seen, even if they have no key in common there.
         seen = seen_pairs(self.call.pattern.words, self.query_blocks)
         seen = jnp.logical_and(seen, self.call.in_band(distance_of(starts, i, j, self.call)))
         if self.call.inner == QUERIES:
@@ -303,14 +302,14 @@ class Steps:
         _, _, i, j = self.pair(*step)
         if self.call.pattern is None:
             return self.call.in_band(distance_of(prefetched.starts, i, j, self.call))
-        own = j if self.call.inner == KEYS else i
-        return self._next_seen(prefetched, *step) == own
+        own_index = j if self.call.inner == KEYS else i
+        return self._next_seen(prefetched, *step) == own_index
 
     def _next_seen(self, prefetched: Prefetched, *step: Any) -> Any:
-        """The entry of the table of a pattern's pairs for a step."""
+        """The entry of `Prefetched.next_seen` for a step."""
         assert self.call.pattern is not None
         _, h, i, j = self.pair(*step)
-        # Heads that have one pattern have one table.
+        # Heads that share a pattern share its table.
         if self.call.pattern.words.shape[0] == 1:
             h = 0
         if self.call.inner == KEYS:
@@ -320,29 +319,30 @@ class Steps:
         return unpacked(prefetched.next_seen, entry)
 
     def at_outer(self, *step: Any) -> tuple[Any, Any, Any, Any]:
-        """The pair of a step, for what only the outer loop moves on.
+        """The pair of a step, for results, whose blocks change with the outer loop only.
 
-        After the step's indices an index map is given what was prefetched.
+        The first four arguments are the step's indices; what was prefetched follows.
         """
         return self.pair(*step[:4])
 
     def fetched(self, *step: Any) -> tuple[Any, Any, Any, Any]:
-        """The pair whose blocks are in fast memory in a step.
+        """The pair whose blocks are in fast memory in a step: the step's own one if it is seen.
 
-        Where the band leaves nothing of the step's own pair, it is the nearest of the same row of
-        which it leaves something, or one at the edge if there is none. With a pattern, it is the
-        next one of the row, and after the last one that.
+        Where the band leaves nothing of that, it is the nearest pair of the same row of which it
+        leaves something, or one at the edge if there is none. With a pattern, it is the next pair
+        of the row of which something is seen, and behind the last such pair, the last.
         """
         prefetched = Prefetched(*step[4:])
         b, h, i, j = self.pair(*step[:4])
         mask, call = self.call.attention.mask, self.call
         if call.pattern is not None:
-            seen = jnp.maximum(self._next_seen(prefetched, *step[:4]), 0)
-            return (b, h, i, seen) if call.inner == KEYS else (b, h, seen, j)
+            # In a row where nothing is seen the index is -1, and any block will do.
+            inner = jnp.maximum(self._next_seen(prefetched, *step[:4]), 0)
+            return (b, h, i, inner) if call.inner == KEYS else (b, h, inner, j)
         starts = prefetched.starts
-        # What is seen is fetched, whatever becomes of sums with very large bounds.
+        # With very large bounds `first` and `last` may overflow. They decide only for pairs that
+        # are not seen, for which any block will do.
         is_seen = call.in_band(distance_of(starts, i, j, call))
-        # Of what is not seen nothing is fetched: the block that is there already stays.
         if call.inner == KEYS:
             first, last = _seen_keys(mask, starts, i, call)
             nearest = jnp.clip(jnp.clip(j, first, last), 0, self.key_blocks - 1)
@@ -352,14 +352,16 @@ class Steps:
         return b, h, jnp.where(is_seen, i, nearest), j
 
 
-def in_band(call: KernelCall, distance: Any) -> Any:
-    """Whether the band leaves anything of pairs of blocks, of numbers that may be known.
+def _pair_in_band(call: KernelCall, distance: Any) -> Any:
+    """Whether the band leaves anything of a pair of blocks; the plain bool `True` without a band.
 
     Args:
         call: whose mask and blocks.
-        distance: the position of the first key of a pair, less that of its first query.
+        distance: the position of the first key of a pair, less that of its first query. It may be
+            traced, or of NumPy, and then so is the result.
     """
-    # The pair is seen if its nearest corner is, on either side of the band.
+    # A pair touches the band if its smallest `key - query` is within the right bound, and its
+    # largest within the left one.
     mask, is_seen = call.attention.mask, True
     if mask.right is not None:
         is_seen &= distance - (call.query_block - 1) <= mask.right
@@ -374,7 +376,10 @@ def distance_of(starts: Any, i: Any, j: Any, call: KernelCall) -> Any:
 
 
 def _seen_keys(mask: Mask, starts: Any, i: Any, call: KernelCall) -> tuple[Any, Any]:
-    """The first and the last block of keys that a block of queries sees by the band."""
+    """The first and the last block of keys that a block of queries sees by the band.
+
+    Without a bound on the right, the last is one beyond all there are.
+    """
     first_query = starts[0] - starts[1] + i * call.query_block
     first, last = jnp.int32(0), jnp.int32(2**30)
     if mask.left is not None:
@@ -386,7 +391,10 @@ def _seen_keys(mask: Mask, starts: Any, i: Any, call: KernelCall) -> tuple[Any, 
 
 
 def _seen_by_queries(mask: Mask, starts: Any, j: Any, call: KernelCall) -> tuple[Any, Any]:
-    """The first and the last block of queries that see a block of keys by the band."""
+    """The first and the last block of queries that see a block of keys by the band.
+
+    Without a bound on the left, the last is one beyond all there are.
+    """
     first_key = starts[1] - starts[0] + j * call.key_block
     first, last = jnp.int32(0), jnp.int32(2**30)
     if mask.right is not None:
@@ -398,5 +406,5 @@ def _seen_by_queries(mask: Mask, starts: Any, j: Any, call: KernelCall) -> tuple
 
 
 def heads_first(x: jax.Array) -> jax.Array:
-    """The array with its second dim and its third exchanged: positions and heads."""
+    """The array with its second and third dims, positions and heads, exchanged."""
     return x.swapaxes(1, 2)

@@ -1,15 +1,16 @@
-"""Our kernels for attention on TPUs, each of which adds one pair of blocks; see `_tpu`.
+"""Our kernels for attention on TPUs, each step of which adds one pair of blocks; see `_tpu`.
 
-Forward, the queries of a pair are taken in chunks, and all chunks through one phase after the
-other. So the compiler's scheduler finds products to make for one chunk while it makes exponentials
-for another. It does not look from the end of one chunk to the beginning of the next, as it would
-have to if chunks were taken one by one. Backward, products are most of the work as it is.
+Forward, the queries of a pair are taken in chunks, and each phase is written for all chunks before
+the next phase. So the compiler's scheduler can overlap the products of one chunk with the
+exponentials of another. If chunks were written one after the other, it would have to move
+operations from one chunk to the end of the one before, which it does not do. Backward, products are
+most of the work, and there are no chunks.
 
     chunk 0    scores ..      softmax ..      products with values ..
     chunk 1          scores ..       softmax ..          products with values ..
 
-Exponentials are powers of two, as a TPU makes them. `score / log(2)` is made of a product by one
-multiplication, which is the scaling of scores too.
+Exponentials are powers of two, as a TPU computes them. One multiplication makes `score / log(2)` of
+a product of a query and a key, since the scale of scores is part of the factor.
 """
 
 import functools
@@ -27,8 +28,8 @@ from shardlib.kernels._attention._tpu_pattern import seen_by_bits
 from shardlib.kernels._tpu import LANES
 
 LOG2_E = math.log2(math.e)
-# The largest score of which the exponent is a number. What is larger counts as this.
-MOST = float(jnp.finfo(jnp.float32).max) / LOG2_E
+# The largest score whose exponent, `score / log(2)`, is finite. Larger scores count as this one.
+LARGEST_SCORE = float(jnp.finfo(jnp.float32).max) / LOG2_E
 # Queries of a chunk in the forward pass.
 CHUNK = 2 * LANES
 
@@ -50,9 +51,9 @@ class BlockPair:
 
     Attributes:
         attention: which attention.
-        is_first: whether it is the first of the inner loop.
-        is_last: whether it is the last.
-        sink: of its head, or None.
+        is_first: whether the pair is the first of the inner loop.
+        is_last: whether the pair is the last of the inner loop.
+        sink: the sink of the pair's head, or None.
     """
 
     def __init__(self, steps: Steps, prefetched: Prefetched, side: dict[str, Any]) -> None:
@@ -69,7 +70,7 @@ class BlockPair:
         self._is_seen = steps.is_seen(prefetched, *step)
 
     def chunks(self) -> list[slice]:
-        """The slices of its queries by which a pair is added in the forward pass."""
+        """The slices in which a pair's queries are taken in the forward pass."""
         slices = []
         for start in range(0, self._queries, CHUNK):
             slices.append(slice(start, min(start + CHUNK, self._queries)))
@@ -79,7 +80,7 @@ class BlockPair:
         """Add the pair if the mask leaves anything of it.
 
         `add` is called with whether scores must be masked. Most pairs that a band touches are
-        within it, and for these there is a second program that masks nothing.
+        entirely within it. For these `add` is traced a second time, without a mask.
         """
         if "query_segments" in self._side or "words" in self._side:
             pl.when(self._is_seen)(lambda: add(True))
@@ -107,14 +108,14 @@ class BlockPair:
         if attention.cap is None:
             return Exponents(product * (attention.scale * LOG2_E), None)
         capped = jnp.tanh(product * (attention.scale / attention.cap))
-        return Exponents(capped * (min(attention.cap, MOST) * LOG2_E), capped)
+        return Exponents(capped * (min(attention.cap, LARGEST_SCORE) * LOG2_E), capped)
 
     def masked(self, x: jax.Array, queries: slice, instead: float) -> jax.Array:
         """An array `(keys, queries)` with another number where a key is not seen.
 
         Args:
             x: the array.
-            queries: which queries of the pair's block it is of.
+            queries: which queries of the pair's block the array has.
             instead: the number.
         """
         kept, side = [], self._side
@@ -129,13 +130,14 @@ class BlockPair:
         return jnp.where(functools.reduce(jnp.logical_and, kept), x, instead)
 
     def _in_band(self, queries: slice) -> jax.Array | None:
-        """Which keys the band leaves to some of the queries; None without a band."""
+        """Which keys some of the queries see by the band; None without a band."""
         mask, seen = self.attention.mask, None
         count = queries.stop - queries.start
         key = lax.broadcasted_iota(jnp.int32, (self._keys, count), 0)
         query = lax.broadcasted_iota(jnp.int32, (1, count), 1) + queries.start
-        # The bounds of a whole row of queries, so that each score is compared and nothing else. One
-        # that leaves all of the pair is replaced: its difference may be no number of 32 bits.
+        # A bound is added to the row of queries, so that the only operation for each score is a
+        # comparison. A bound that hides nothing of the pair is replaced by another one that does
+        # not: the difference might overflow 32 bits.
         if mask.right is not None:
             crosses = self._distance + self._keys - 1 > mask.right
             bound = jnp.where(crosses, mask.right - self._distance, self._keys)
@@ -149,7 +151,10 @@ class BlockPair:
 
 
 def _column(row: jax.Array) -> jax.Array:
-    """A row of numbers, one for each key, as a column: keys are along the rows of scores."""
+    """A row of numbers, one for each key, as a column: keys are along the rows of scores.
+
+    A TPU transposes whole tiles, so the row is first repeated.
+    """
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 
@@ -161,9 +166,9 @@ def run_pair(
     Args:
         body: the kernel.
         steps: which pair each step is for.
-        names: of the arrays besides operands, results and scratch.
+        names: of the side arrays, such as segments.
         prefetched: how many references there are to what was prefetched.
-        refs: to what was prefetched, to the arrays of these names, and to all others.
+        refs: to what was prefetched, to the side arrays, and to operands, results and scratch.
     """
     first = prefetched + len(names)
     side = dict(zip(names, (ref[...] for ref in refs[prefetched:first]), strict=True))
@@ -192,7 +197,7 @@ def attention_forward(pair: BlockPair, *refs: Any) -> None:
         highest, total = jnp.full_like(at.highest, -jnp.inf), jnp.zeros_like(at.total)
         # A sink is a score that was seen before all others, and has no value.
         if pair.sink is not None:
-            sink = jnp.minimum(pair.sink, MOST) * LOG2_E
+            sink = jnp.minimum(pair.sink, LARGEST_SCORE) * LOG2_E
             highest, total = jnp.broadcast_to(sink, highest.shape), total + 1
         at.highest[...], at.total[...] = highest, total
         at.sum[...] = jnp.zeros_like(at.sum)
@@ -231,16 +236,18 @@ def _add_keys(pair: BlockPair, at: _ForwardRefs, is_masked: bool) -> None:
 def _softmax_weights(
     at: _ForwardRefs, queries: slice, exponent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """By what the sums so far are rescaled, and the exponentials of new scores.
+    """The factor by which the sums so far are rescaled, and the exponentials of new scores.
+
+    It also updates the highest exponents and the sums of exponentials.
 
     Args:
-        at: the references, whose highest exponents and sums of exponentials are brought up to date.
-        queries: which of the block's.
-        exponent: of the scores, `(keys, queries)`.
+        at: the references.
+        queries: which queries of the block.
+        exponent: the exponents of the scores, `(keys, queries)`.
     """
     before = at.highest[:, queries]
     highest = jnp.maximum(before, exponent.max(0, keepdims=True))
-    # Where nothing was seen yet, the difference of two infinities would be no number.
+    # Where nothing was seen yet, the difference of two infinities would be nan.
     reference = jnp.where(highest == -jnp.inf, 0, highest)
     rescale = jnp.exp2(before - reference)
     e = jnp.exp2(exponent - reference)
@@ -263,10 +270,10 @@ class BackwardRefs(NamedTuple):
 def _score_gradients(
     pair: BlockPair, at: BackwardRefs, is_masked: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The shares of keys in queries, and the gradients to their scores, `(keys, queries)`.
+    """The softmax weights, and the gradients to the scores before their scale, `(keys, queries)`.
 
-    The formulas are those at the top of the reference. The products that scores are made of are
-    scaled where sums of gradients end.
+    The formulas are those at the top of the reference, except for the scale: gradients are
+    multiplied by it once, when their sums are complete.
     """
     q, y_gradient, lse, delta, k, v = (ref[0, 0] for ref in at)
     z = pair.exponents(_product(k, q, 1, 1))
@@ -291,7 +298,7 @@ def attention_dq(pair: BlockPair, *refs: Any) -> None:
     def add(is_masked: bool) -> None:
         k = at.k[0, 0]
         _, dz = _score_gradients(pair, at, is_masked)
-        # As columns: keys are the rows of scores.
+        # The sum has queries as columns: keys are the rows of scores.
         sum_ref[...] += _product(k, dz.astype(k.dtype), 0, 0)
 
     pair.when_seen(add)
@@ -303,7 +310,7 @@ def attention_dq(pair: BlockPair, *refs: Any) -> None:
 
 
 def attention_dkv(pair: BlockPair, *refs: Any) -> None:
-    """Add a block of queries of a head to the gradients to a block of keys and values."""
+    """Add a block of a head's queries to the gradients to a block of keys and values."""
     *operands, k_gradient_ref, v_gradient_ref, k_sum_ref, v_sum_ref = refs
     at = BackwardRefs(*operands)
 
@@ -330,7 +337,7 @@ def attention_dkv(pair: BlockPair, *refs: Any) -> None:
 def _product(x: jax.Array, y: jax.Array, x_dim: int, y_dim: int) -> jax.Array:
     """The product of two blocks over a dim of each, in float32.
 
-    Of 16 bits each product of two numbers is exact, and only their sums are rounded.
+    The product of two numbers of 16 bits is exact in float32, and only sums are rounded.
     """
     dims = (((x_dim,), (y_dim,)), ((), ()))
     return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)

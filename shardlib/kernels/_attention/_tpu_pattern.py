@@ -1,13 +1,13 @@
 """Patterns of blocks as our kernels for TPUs read them.
 
-A kernel takes scores in blocks of its own, which need not be those of a pattern. For each query it
-reads, for a block of keys, which of the pattern's blocks there the query sees: as bits of a row of
-words, a lane for each query. Each key of the block says which bit is its own:
+A kernel takes scores in blocks of its own, which need not be those of the pattern. For a block of
+keys it reads which of the pattern's blocks each query sees, as the bits of words: these are rows,
+with a lane for each query. For each key it reads which of the bits is the key's:
 
-    pattern's blocks      0 0 0 0 1 1 1 1 2 2 ..     the bit of each key, a column
-    words of a query      ..10110                    bit 1 and 2 and 4: a row, a lane for each query
+    bit of each key       0 0 0 0 1 1 1 1 2 2 ..     a column: the pattern's block that has the key
+    word of a query       ..10110                    a lane of a row: blocks 1, 2 and 4 are seen
 
-A table says which pairs of blocks have anything to compute at all.
+A table says of which pairs of the kernel's blocks anything is computed at all.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class PatternBits(NamedTuple):
 
     Attributes:
         words: `(heads or 1, blocks of keys, words, queries)`.
-        bits: which bit of these is that of each key, `(keys,)`.
+        bits: which bit of the words is that of each key, `(keys,)`.
     """
 
     words: jax.Array
@@ -54,7 +54,7 @@ def pattern_bits(
         queries: how many queries there are.
         keys: the kernel's blocks of keys.
     """
-    # So many blocks of the pattern a block of keys touches at most, wherever it begins.
+    # A block of keys touches at most so many blocks of the pattern, wherever it begins.
     most = -(-(keys.size - 1) // size) + 1
     words = -(-most // WORD)
     key_blocks = (starts[1] + jnp.arange(keys.number * keys.size)) // size
@@ -64,7 +64,7 @@ def pattern_bits(
     # A negative number would count from the end.
     seen = jnp.logical_and(seen, columns >= 0)
     seen = seen.reshape(*seen.shape[:3], words, WORD).astype(jnp.uint32)
-    # Different bits of a word: their sum has all of them.
+    # The sum of different bits is the word that has all of them.
     packed = (seen << jnp.arange(WORD, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
     query_blocks = (starts[0] + jnp.arange(queries)) // size
     rows = packed.at[:, query_blocks].get(mode="fill", fill_value=0)
@@ -87,9 +87,9 @@ def seen_pairs(words: jax.Array, query_blocks: int) -> jax.Array:
 
 
 def next_seen(seen: jax.Array) -> jax.Array:
-    """For each entry of a row the number of the next one that is seen, itself included.
+    """For each entry of a row the index of the next one that is seen, which may be itself.
 
-    After the last of a row it is the last, and in a row without any, -1.
+    After the last one that is seen it is the last one, and in a row without any it is -1.
 
     >>> next_seen(jnp.array([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]], bool)).tolist()
     [[1, 1, 3, 3, 3], [-1, -1, -1, -1, -1]]
@@ -104,9 +104,9 @@ def next_seen(seen: jax.Array) -> jax.Array:
 
 
 def packed(table: jax.Array) -> jax.Array:
-    """The entries of a table, two of them in each word of memory, for `unpacked`.
+    """The entries of a table, two of them in each word, for `unpacked`.
 
-    A core has little memory for whole numbers.
+    A core has little scalar memory.
 
     >>> table = packed(jnp.array([[1, 3, -1], [0, 2, 5]]))
     >>> [int(unpacked(table, entry)) for entry in range(6)]
@@ -118,12 +118,12 @@ def packed(table: jax.Array) -> jax.Array:
 
 
 def unpacked(table: Any, entry: Any) -> Any:
-    """An entry of a table that `packed` made, by its number in the order of rows.
+    """An entry of a table that `packed` made, by its index in row-major order.
 
     `table` may be a reference to it, inside a kernel.
     """
     pair = table[lax.shift_right_logical(entry, 1)]
-    # Shifted to the top and back, a number keeps its sign.
+    # Shifted to the top and back down, a number gets the bits of its sign again.
     at_top = lax.shift_left(pair, HALF_BITS * (1 - (entry & 1)))
     return lax.shift_right_arithmetic(at_top, HALF_BITS)
 
@@ -135,7 +135,7 @@ def seen_by_bits(words: jax.Array, bits: jax.Array) -> jax.Array:
         words: `(words, queries)`, of one block of keys.
         bits: of each key, a column `(keys, 1)`.
     """
-    # Mostly one word has bits for all blocks of the pattern, and nothing is selected.
+    # Mostly one word has the bits of all blocks of the pattern, and nothing is selected.
     word = words[:1]
     for number in range(1, words.shape[0]):
         word = jnp.where(bits >= number * WORD, words[number : number + 1], word)
