@@ -300,7 +300,7 @@ def _hopper(product: _Product) -> _Program:
             tile = Tile(z, (row * 2 + group, column), layout)
             product.finish(tile, refs, [buffer.at[group] for buffer in shared["staging"]])
 
-    # Mosaic allocates scratch in the order of these names.
+    # Scratch is allocated in the alphabetical order of these names.
     scratch = {
         **_operand_buffers(product, stages, a_rows),
         "step_ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
@@ -371,7 +371,7 @@ def _blackwell(product: _Product) -> _Program:
             tile = Tile(z, (row, column), layout)
             product.finish(tile, refs, [buffer.at[0] for buffer in shared["staging"]])
 
-    # Mosaic allocates scratch in the order of these names.
+    # Scratch is allocated in the alphabetical order of these names.
     scratch = {
         **_operand_buffers(product, stages, ROWS),
         "total": plgpu.TMEM((ROWS, COLUMNS), jnp.float32),

@@ -1,9 +1,10 @@
 """Attention on a GPU of the Hopper generation by kernels of our own, for what cuDNN does not take.
 
-These have segments, sinks, soft caps, windows on both sides, values of another size than keys and
-the log-sum-exp, and positions of queries and keys may be known to the running program only, as
-where devices have different parts of a sequence. They run under `shard_map(..., check_vma=True)`
-too. Lengths and sizes of heads are padded to what the matrix unit takes.
+They take segments, sinks, soft caps, windows on both sides and values of another size than keys,
+and give the log-sum-exp. Positions of queries and keys may be known to the running program only,
+for example where devices have different parts of a sequence. The kernels run under
+`shard_map(..., check_vma=True)` too. Lengths and sizes of heads are padded to what the matrix unit
+takes.
 """
 
 from functools import partial
@@ -25,7 +26,7 @@ from shardlib.kernels._attention._reference import (
 from shardlib.kernels._choice import Task
 from shardlib.kernels._gpu import generation, refuses_device
 
-LARGEST = 256  # numbers of a head: a warpgroup's registers hold the sums of as many
+LARGEST_HEAD = 256  # numbers of a head or value: registers hold the sums of no more
 
 
 def refuses(task: Task) -> str | None:
@@ -62,8 +63,11 @@ def _refuses_sizes(task: Task) -> str | None:
     size, value_size = task.arrays["q"].shape[3], task.arrays["v"].shape[3]
     if not value_size:
         return "takes values of some numbers, and these have none"
-    if max(size, value_size) > LARGEST:
-        return f"takes heads and values of at most {LARGEST} numbers; here {size} and {value_size}"
+    if max(size, value_size) > LARGEST_HEAD:
+        return (
+            f"takes heads and values of at most {LARGEST_HEAD} numbers; here {size} and "
+            f"{value_size}"
+        )
     return None
 
 
@@ -118,7 +122,7 @@ def _outputs(
     length, size = arrays["q"].shape[1], arrays["v"].shape[3]
     y_result = Result((batch, length, heads, size), q.dtype, "q")
     lse_result = Result((batch, heads, length), jnp.float32)
-    # Scores of more columns would leave no registers for sums of more numbers.
+    # For larger heads and values, scores of 128 columns would leave too few registers for the sums.
     block = 128 if _largest_size(arrays) <= 128 else 64
     results = (y_result, lse_result)
     walk = Walk(attention, arrays, QUERIES, block, k.shape[1], results, simulated)
@@ -139,10 +143,10 @@ def _gradients(
             `dy . y - dlse` of each query.
     """
     q, k, v, y_gradient, lse, delta = sequences
-    # Names decide what is of queries and what of keys; see `_gpu_walk`.
+    # Names decide which arrays belong to queries, and which to keys; see `_gpu_walk`.
     matrices = {"q": q, "y_gradient": y_gradient, "k": k, "v": v}
     arrays = {name: _padded(x) for name, x in matrices.items()}
-    # A query that is padding has no share in any key.
+    # With an infinite log-sum-exp, a query that is padding adds nothing to any gradient.
     arrays["lse"] = _padded_vector(lse.swapaxes(1, 2), jnp.inf)
     arrays["delta"] = _padded_vector(delta.swapaxes(1, 2), 0)
     arrays |= _side_arrays(side)
@@ -155,8 +159,8 @@ def _gradients(
         return [_without_padding(x, matrices[name]) for name, x in made]
 
     (q_gradient,) = gradients(DQ, QUERIES, "q")
-    # Registers hold the sums of both, or of one after the other.
-    if arrays["k"].shape[3] + arrays["v"].shape[3] <= LARGEST:
+    # If registers cannot hold the sums of both gradients, there is a kernel for each.
+    if arrays["k"].shape[3] + arrays["v"].shape[3] <= LARGEST_HEAD:
         k_gradient, v_gradient = gradients(DKV, KEYS, "k", "v")
     else:
         (k_gradient,) = gradients(DK, KEYS, "k")
@@ -165,12 +169,12 @@ def _gradients(
 
 
 def _largest_size(arrays: dict[str, jax.Array]) -> int:
-    """The size of a head or of a value, whichever is larger."""
+    """The larger one of the sizes of a head and of a value."""
     return max(arrays["q"].shape[3], arrays["v"].shape[3])
 
 
 def _side_arrays(side: SideInputs) -> dict[str, jax.Array]:
-    """Where positions start, and segments if there are any."""
+    """The start positions, and segments if there are any, by name."""
     arrays = {"starts": side.starts}
     if side.query_segments is not None:
         arrays["query_segments"] = _padded_vector(side.query_segments, 0)
@@ -179,22 +183,25 @@ def _side_arrays(side: SideInputs) -> dict[str, jax.Array]:
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """An array of `(batch, positions, heads, size)` with zeros for whole tiles and steps."""
+    """An array `(batch, positions, heads, size)`, padded with zeros to whole tiles and steps."""
     return _pad(x, {1: -x.shape[1] % TILE, 3: -x.shape[3] % WIDTH}, 0)
 
 
 def _padded_vector(x: jax.Array, value: Any) -> jax.Array:
-    """An array whose last dim is positions, with some value for whole tiles."""
+    """An array whose last dim is positions, padded with a value to whole tiles."""
     return _pad(x, {x.ndim - 1: -x.shape[-1] % TILE}, value)
 
 
 def _without_padding(x: jax.Array, like: jax.Array) -> jax.Array:
-    """The positions and the numbers of an array that another one has too."""
+    """The array without the positions and numbers that padding added to the array `like`."""
     return x[:, : like.shape[1], :, : like.shape[3]]
 
 
 def _pad(x: jax.Array, missing: dict[int, int], value: Any) -> jax.Array:
-    """Append to dims as many as are missing; a pad of nothing would still be an operation."""
+    """Append so many of a value to each of these dims.
+
+    A pad of nothing would still be an operation in the program.
+    """
     if not any(missing.values()):
         return x
     return jnp.pad(x, [(0, missing.get(dim, 0)) for dim in range(x.ndim)], constant_values=value)

@@ -1,13 +1,13 @@
-"""Which blocks of columns some rows of scores see, where positions are known to the program only.
+"""Which blocks of columns some rows of scores see, where positions may be traced.
 
-Scores have queries along their rows and keys along their columns, or the other way round. A band
-lets a row see the columns of which `column - row`, in positions, is within its bounds:
+Scores have queries along their rows and keys along their columns, or the other way round. By a band
+a row sees the columns for which `column - row`, in positions, is within its bounds:
 
     columns ->         first     whole_first   whole_last     last
     rows    |            | partly     |    whole   |   partly   |
             v  nothing   |  seen      |    seen    |    seen    |   nothing
 
-Bounds and positions may be anywhere among whole numbers of 32 bits, and no sum here leaves them.
+Bounds and positions may be any whole numbers of 32 bits. The results do not overflow.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from jax import lax
 
 from shardlib.kernels._attention._mask import Mask
 
-GREATEST = 2**31 - 1
+GREATEST = 2**31 - 1  # whole number of 32 bits
 MARGIN = 2**12  # more than the rows and the columns of a block
 
 
 class Part(NamedTuple):
     """Neighbouring blocks of columns, from `begin` to before `end`.
 
-    They are whole if all rows see all of their columns, so that nothing need be masked.
+    They are whole if all rows see all of their columns: then nothing is masked.
     """
 
     begin: Any
@@ -34,9 +34,9 @@ class Part(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks of columns that some rows see anything of, from `begin` to before `end`.
+    """The blocks of columns of which some rows see anything, from `begin` to before `end`.
 
-    Parts are neighbours that together are these blocks; a part may be empty.
+    The parts are these blocks, one part after the other; a part may be empty.
     """
 
     begin: Any
@@ -45,20 +45,18 @@ class Blocks(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Some neighbouring rows, and where they stand to the columns.
-
-    Positions are known to the running program only, and so is the distance.
-    """
+    """Some neighbouring rows, and how far they are from the columns."""
 
     rows: int
-    distance: Any  # the position of the first row, less that of the first column of all
+    # The position of the first row, less that of the first of all columns; it is traced.
+    distance: Any
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that there are, block by block.
+    """All columns, in blocks.
 
-    The last block may have some that are padding, and that nobody sees.
+    The last block may have some that are padding, which no row sees.
     """
 
     block: int  # how many a block has
@@ -68,7 +66,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Band:
-    """The least and the greatest `column - row` that is seen; None is no bound.
+    """The least and the greatest `column - row` that is seen; None where there is no bound.
 
     >>> Band.of_mask(Mask(left=4, right=0), rows_are_keys=True)
     Band(lower=0, upper=4)
@@ -79,9 +77,9 @@ class Band:
 
     @classmethod
     def of_mask(cls, mask: Mask, rows_are_keys: bool) -> "Band":
-        """The band of a mask, which speaks of `key - query`.
+        """The band of a mask, whose bounds are of `key - query`.
 
-        Where rows are keys and columns are queries, its bounds change places and signs.
+        Where rows are keys and columns are queries, the bounds change places and signs.
         """
         left, right = mask.left, mask.right
         if rows_are_keys:
@@ -94,7 +92,7 @@ class Band:
         Args:
             span: the rows.
             columns: the columns.
-            whole_parts: whether blocks that are seen as a whole are worth a part of their own.
+            whole_parts: whether blocks that all rows see whole are a part of their own.
         """
         first = self._lower_block(span, columns, 0)
         last = self._upper_block(span, columns, span.rows - 1)
@@ -106,9 +104,10 @@ class Band:
         return Blocks(first, last, parts)
 
     def _parts(self, span: Span, columns: Columns, first: Any, last: Any) -> list[Part]:
-        """The blocks from the first to the last in up to three parts, the middle one seen whole.
+        """The blocks from the first to the last in up to three parts; the middle one is whole.
 
-        Without a bound on a side, and without padding, there is no part on that side.
+        There is no part before it without a lower bound, and none after it without an upper bound
+        and without padding.
         """
         parts = []
         whole_first, whole_last = first, last
@@ -126,22 +125,20 @@ class Band:
         return [*parts, Part(whole_first, whole_last, True), Part(whole_last, last, False)]
 
     def _lower_block(self, span: Span, columns: Columns, reach: int) -> Any:
-        """The block of the column at the lower bound of the first row, moved by `reach`."""
+        """The block of the column that is `reach` after the lower bound of the first row."""
         if self.lower is None:
             return jnp.int32(0)
         return _block_of(_sum(span.distance, self.lower) + reach, columns.block)
 
     def _upper_block(self, span: Span, columns: Columns, reach: int) -> Any:
-        """The block behind that of the column at the upper bound of the first row, moved by
-        `reach`.
-        """
+        """The block after that of the column that is `reach` after the first row's upper bound."""
         if self.upper is None:
             return jnp.int32(columns.count)
         return _block_of(_sum(span.distance, self.upper) + reach + columns.block, columns.block)
 
 
 def _sum(distance: Any, bound: int) -> Any:
-    """The sum of a traced number and a known one, or the nearest to which more can be added."""
+    """The sum of a traced distance and a bound, clipped so that up to `MARGIN` can be added."""
     least, greatest = -GREATEST - min(bound, 0), GREATEST - MARGIN - max(bound, 0)
     return jnp.clip(distance, least, greatest) + bound
 

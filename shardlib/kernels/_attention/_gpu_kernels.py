@@ -1,7 +1,7 @@
 """What our kernels for attention on GPUs compute of rows and a block of columns; see `_gpu_walk`.
 
-The formulas are those at the top of the reference. Exponentials are powers of two, which the GPU's
-unit makes: scores are in units of `log 2`.
+The formulas are those at the top of the reference. Exponentials are powers of two, as the GPU
+computes them: scores are multiplied by `log2(e)` first.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from shardlib.kernels._attention._gpu_rows import Block, Body, Rows
 
-LOG2E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 def _scores(rows: Rows, block: Block, x: str, y: str) -> jax.Array:
@@ -22,8 +22,8 @@ def _scores(rows: Rows, block: Block, x: str, y: str) -> jax.Array:
     Args:
         rows: the rows.
         block: the columns.
-        x: the matrix of the rows, queries or keys.
-        y: the matrix of the columns, the other ones.
+        x: the name of the rows' matrix, of queries or keys.
+        y: the name of the columns' matrix, of the other ones.
     """
     z = rows.product(rows.matrices[x], block.matrix(y)) * rows.attention.scale
     cap = rows.attention.cap
@@ -34,15 +34,15 @@ def _scores(rows: Rows, block: Block, x: str, y: str) -> jax.Array:
 
 def _tanh(x: jax.Array) -> jax.Array:
     """The hyperbolic tangent by an exponential: the GPU's own is exact to 11 bits only."""
-    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2E)))
+    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E)))
 
 
 class _Sums(NamedTuple):
-    """What forward carries: three sums of each row."""
+    """What forward carries of each row: the highest score, and sums relative to it."""
 
-    highest: jax.Array  # the highest score so far, in units of log 2
-    total: jax.Array  # of exponentials
-    y: jax.Array  # of values
+    highest: jax.Array  # the highest score so far, times log2(e)
+    total: jax.Array  # the sum of exponentials
+    y: jax.Array  # the sum of values, weighted by these
 
 
 def _start_forward(rows: Rows) -> _Sums:
@@ -53,7 +53,7 @@ def _start_forward(rows: Rows) -> _Sums:
     width = rows.walk.arrays["v"].shape[-1]
     if rows.sink is None:
         return _Sums(rows.full(-jnp.inf), rows.full(0), rows.full(0, width))
-    highest = rows.full(rows.sink * LOG2E)
+    highest = rows.full(rows.sink * LOG2_E)
     return _Sums(highest, rows.full(1), rows.full(0, width))
 
 
@@ -62,12 +62,12 @@ def _add_keys(rows: Rows, block: Block, sums: _Sums) -> _Sums:
 
     Sums so far are relative to the highest score so far, and are rescaled to the new one.
     """
-    z = _scores(rows, block, "q", "k") * LOG2E
+    z = _scores(rows, block, "q", "k") * LOG2_E
     seen = block.seen()
     if seen is not None:
         z = jnp.where(seen, z, -jnp.inf)
     highest = jnp.maximum(sums.highest, z.max(1))
-    # Where nothing was seen yet, the difference of two infinities would be no number.
+    # Where nothing was seen yet, the difference of two infinities would be nan.
     reference = jnp.where(highest == -jnp.inf, 0, highest)
     rescale = jnp.exp2(sums.highest - reference)
     e = jnp.exp2(z - block.across(reference))
@@ -79,23 +79,23 @@ def _add_keys(rows: Rows, block: Block, sums: _Sums) -> _Sums:
 def _finish_forward(rows: Rows, sums: _Sums) -> tuple[jax.Array, jax.Array]:
     """The outputs and the log-sum-exps.
 
-    A query that saw nothing has zeros, and minus infinity.
+    A query that sees nothing has an output of zeros, and a log-sum-exp of minus infinity.
     """
     divisor = jnp.where(sums.total == 0, 1, sums.total)
     y = sums.y / jax.lax.broadcast_in_dim(divisor, sums.y.shape, [0])
-    lse = sums.highest / LOG2E + jnp.log(divisor)
+    lse = sums.highest / LOG2_E + jnp.log(divisor)
     return y, jnp.where(sums.total == 0, -jnp.inf, lse)
 
 
-def _shares(block: Block, z: jax.Array, lse: jax.Array) -> jax.Array:
-    """The shares of keys in queries, made again from their scores; zero where nothing is seen.
+def _softmax_weights(block: Block, z: jax.Array, lse: jax.Array) -> jax.Array:
+    """The softmax weights, made again from scores; zero where a key is not seen.
 
     Args:
         block: the columns.
         z: the scores.
         lse: the log-sum-exp of the query of each score.
     """
-    p = jnp.exp2((z - lse) * LOG2E)
+    p = jnp.exp2((z - lse) * LOG2_E)
     seen = block.seen()
     if seen is None:
         return p
@@ -103,19 +103,16 @@ def _shares(block: Block, z: jax.Array, lse: jax.Array) -> jax.Array:
 
 
 class _ScoreGradients(NamedTuple):
-    """What both kinds of gradients are made of, for each score.
+    """What the gradients are made of: two numbers for each score."""
 
-    Gradients are those to scores before their scale.
-    """
-
-    p: jax.Array
-    dz: jax.Array
+    p: jax.Array  # the softmax weight
+    dz: jax.Array  # the gradient to the score before its scale
 
 
 def _gradients(
     block: Block, z: jax.Array, dp: jax.Array, lse: jax.Array, delta: jax.Array, cap: float | None
 ) -> _ScoreGradients:
-    """Shares, and gradients to scores.
+    """The softmax weights, and the gradients to scores before their scale.
 
     Args:
         block: the columns.
@@ -125,18 +122,18 @@ def _gradients(
         delta: likewise.
         cap: of the scores, or None.
     """
-    p = _shares(block, z, lse)
+    p = _softmax_weights(block, z, lse)
     dz = p * (dp - delta)
     if cap is not None:
-        share = z / cap
-        dz *= 1 - share * share
+        tanh = z / cap
+        dz *= 1 - tanh * tanh
     return _ScoreGradients(p, dz)
 
 
 def _zeros(*names: str) -> Callable[[Rows], Any]:
-    """A function from rows to sums of zeros, as wide as the rows of some matrices.
+    """The `start` of a body: sums of zeros, each as wide as the rows of a matrix.
 
-    Where there is one name, it gives one sum and no tuple.
+    For a single name it gives the sum itself, and no tuple.
     """
 
     def start(rows: Rows) -> Any:
@@ -147,10 +144,7 @@ def _zeros(*names: str) -> Callable[[Rows], Any]:
 
 
 def _add_keys_to_dq(rows: Rows, block: Block, total: jax.Array) -> jax.Array:
-    """Add a block of keys to the gradient to queries.
-
-    What forward kept of each query is in registers all the time.
-    """
+    """Add a block of keys to the gradient to queries."""
     z = _scores(rows, block, "q", "k")
     dp = rows.product(rows.matrices["y_gradient"], block.matrix("v"))
     lse, delta = (block.across(rows.vectors[name]) for name in ("lse", "delta"))
@@ -159,18 +153,12 @@ def _add_keys_to_dq(rows: Rows, block: Block, total: jax.Array) -> jax.Array:
 
 
 def _finish_scaled(rows: Rows, total: jax.Array) -> list[jax.Array]:
-    """The gradient to queries, or to keys.
-
-    The scale of the scores is one number: it is multiplied once, and not block by block.
-    """
+    """The gradient to queries, or to keys, multiplied by the scale of the scores."""
     return [total * rows.attention.scale]
 
 
 def _gradients_of_keys(rows: Rows, block: Block) -> _ScoreGradients:
-    """Shares and gradients where rows are keys and columns are queries.
-
-    What forward kept of queries passes by with them.
-    """
+    """The softmax weights, and the gradients to scores, where rows are keys."""
     z = _scores(rows, block, "k", "q")
     dp = rows.product(rows.matrices["v"], block.matrix("y_gradient"))
     return _gradients(block, z, dp, block.vector("lse"), block.vector("delta"), rows.attention.cap)
@@ -198,7 +186,7 @@ def _add_queries_to_dk(rows: Rows, block: Block, total: jax.Array) -> jax.Array:
 def _add_queries_to_dv(rows: Rows, block: Block, total: jax.Array) -> jax.Array:
     """Add a block of queries to the gradient to values, which needs no products with values."""
     z = _scores(rows, block, "k", "q")
-    p = _shares(block, z, block.vector("lse"))
+    p = _softmax_weights(block, z, block.vector("lse"))
     return rows.add_product(total, p, block.matrix("y_gradient"))
 
 

@@ -1,8 +1,8 @@
 """What the warpgroups of our kernels for attention on GPUs do; see `_gpu_walk`.
 
-Registers are laid out as the matrix unit leaves them. Of a `shape` of rows and columns, numbers for
-each row are laid out as if columns had been summed over, and the other way round; a simulator has
-no layouts.
+Scores are laid out in registers as the matrix unit leaves them. One number for each row is laid out
+like their sum over columns, and one for each column like their sum over rows. A simulator has no
+layouts.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ class Body:
 
     Attributes:
         name: of the kernel.
-        start: from rows to what is carried from block to block.
-        add: from rows, a block and what is carried to that with the block.
-        finish: from rows and what was carried to the results, an array for each.
+        start: called with the rows; gives the carry before the first block.
+        add: called with the rows, a block and the carry; gives the carry with the block added.
+        finish: called with the rows and the last carry; gives an array for each result.
     """
 
     name: str
@@ -50,13 +50,13 @@ def run(body: Body, walk: Walk) -> list[jax.Array]:
         An array for each result of the walk.
     """
     stages = walk.stages
-    # Mosaic allocates scratch in the order of these names.
+    # Scratch is allocated in the alphabetical order of these names.
     scratch = {
-        "own": [buffer.type() for buffer in walk.row_buffers],
-        "passing": [buffer.type() for buffer in walk.ring_buffers(stages)],
+        "kept_rows": [buffer.type() for buffer in walk.row_buffers],
+        "moving_columns": [buffer.type() for buffer in walk.ring_buffers(stages)],
         "staging": [buffer.type() for buffer in walk.staging],
         "arrived": plgpu.Barrier(num_arrivals=len(walk.row_matrices), num_barriers=GROUPS),
-        "ready": plgpu.Barrier(num_arrivals=len(walk.passing), num_barriers=stages),
+        "ready": plgpu.Barrier(num_arrivals=len(walk.column_arrays), num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
     }
     kernel = call(
@@ -75,30 +75,31 @@ def run(body: Body, walk: Walk) -> list[jax.Array]:
 
 
 class _Memory(NamedTuple):
-    """What a program has references to: arrays by name, results, and shared memory."""
+    """The references of a program: to arrays by name, to results, and to shared memory."""
 
     arrays: dict[str, Any]
     results: Sequence[Any]
     ring: Ring
-    own: Sequence[Any]  # the rows of each matrix
+    rows: Sequence[Any]  # shared memory for the rows of each matrix
     staging: Sequence[Any]
-    arrived: Any  # barriers: the rows of a warpgroup are there
+    arrived: Any  # barriers: the rows of a warpgroup are in shared memory
 
 
 def _program(body: Body, walk: Walk, stages: int, *refs: Any, **shared: Any) -> None:
-    """What the warpgroups of a program do, each its part.
+    """The program of a kernel: its warpgroups compute rows, or copy columns.
 
     Args:
         body: what the kernel computes.
         walk: what it walks over.
-        stages: how many blocks are on their way at once.
+        stages: how many blocks the ring has buffers for.
         refs: references to arrays and to results.
         shared: the scratch of `run`.
     """
+    # References to results follow those to arrays.
     arrays = dict(zip(walk.arrays, refs, strict=False))
-    ring = Ring(shared["passing"], shared["ready"], shared["free"], stages)
-    own, staging, arrived = shared["own"], shared["staging"], shared["arrived"]
-    memory = _Memory(arrays, refs[len(arrays) :], ring, own, staging, arrived)
+    ring = Ring(shared["moving_columns"], shared["ready"], shared["free"], stages)
+    rows, staging, arrived = shared["kept_rows"], shared["staging"], shared["arrived"]
+    memory = _Memory(arrays, refs[len(arrays) :], ring, rows, staging, arrived)
     program = Program(walk, memory)
     group = lax.axis_index("group")
 
@@ -119,8 +120,8 @@ class Program:
 
     Attributes:
         walk: what the kernel walks over.
-        memory: what the program has references to.
-        begin: the first of its rows.
+        memory: the references of the program.
+        begin: the index of its first row.
         distance: the position of the first of all rows, less that of the first column.
         blocks: the blocks that its rows see.
     """
@@ -137,20 +138,20 @@ class Program:
     def blocks(self) -> Blocks:
         """The blocks that the program's rows see.
 
-        Segments may hide some of any block: then none is worth a part of its own.
+        Segments may hide some of any block: with them no block is known to be whole.
         """
         span = Span(TILE, self.distance + self.begin)
         return self.walk.band.blocks(span, self.walk.columns, not self.walk.has_segments)
 
     def copy_columns(self) -> None:
-        """Copy all blocks that the program's rows see to shared memory, as room gets free."""
+        """Copy all blocks that the program's rows see to shared memory, as buffers get free."""
         blocks, group = self.blocks, self.walk.group
         count = blocks.end - blocks.begin
 
         def columns(k: jax.Array) -> list[Any]:
             if not self.walk.rows_are_keys:
                 return self._columns(lax.div(self.head, jnp.int32(group)), blocks.begin + k)
-            # Every head that the key head serves passes by, one after the other.
+            # The query heads that the key head serves come one after the other.
             head = self.head * group + lax.div(k, count)
             return self._columns(head, blocks.begin + lax.rem(k, count))
 
@@ -158,9 +159,9 @@ class Program:
         self.memory.ring.copy_in(count * heads, columns)
 
     def _columns(self, head: Any, index: Any) -> list[Any]:
-        """References to a block of all that passes by, of one head."""
+        """References to one block of each of the columns' arrays, of one head."""
         columns = pl.ds(index * self.walk.block, self.walk.block)
-        return [self.part(name, columns, head) for name in self.walk.passing]
+        return [self.part(name, columns, head) for name in self.walk.column_arrays]
 
     def part(self, name: str, positions: Any, head: Any) -> Any:
         """A reference to some positions of an array, of one head if it has heads.
@@ -181,7 +182,7 @@ class Rows:
     Attributes:
         walk: what the kernel walks over.
         attention: which attention.
-        begin: the first of the rows.
+        begin: the index of the first row.
         matrices: by name, the rows in shared memory.
         vectors: by name, numbers for each row, in registers.
     """
@@ -191,7 +192,7 @@ class Rows:
         self.attention = program.walk.attention
         self.begin = program.begin + group * ROWS
         self._group = group
-        buffers = [buffer.at[group] for buffer in program.memory.own]
+        buffers = [buffer.at[group] for buffer in program.memory.rows]
         self.matrices = dict(zip(self.walk.row_matrices, buffers, strict=True))
         self.vectors: dict[str, jax.Array] = {}
 
@@ -210,10 +211,7 @@ class Rows:
         self._write(body.finish(self, carry))
 
     def _fetch(self) -> None:
-        """Fetch the rows: matrices to shared memory, and vectors to registers.
-
-        Matrices come while vectors are loaded.
-        """
+        """Fetch the rows: matrices to shared memory, and meanwhile vectors to registers."""
         program, positions = self.program, pl.ds(self.begin, ROWS)
         arrived = program.memory.arrived.at[self._group]
         for name, buffer in self.matrices.items():
@@ -241,7 +239,7 @@ class Rows:
                 carry = lax.fori_loop(part.begin, part.end, add, carry)
             return carry
 
-        # Rows of queries see one key head, and so does a key head that serves one query head.
+        # Rows of queries have the columns of one key head, and no loop over heads.
         if not self.walk.rows_are_keys or self.walk.group == 1:
             return add_head(0, carry)
         return lax.fori_loop(0, self.walk.group, add_head, carry)
@@ -251,8 +249,8 @@ class Rows:
 
         Args:
             body: what the kernel computes.
-            part: in which the block is.
-            offset: the step in which a block comes, less its index.
+            part: the part that has the block.
+            offset: the step of the ring that has a block, less the block's index.
             index: of the block.
             carry: what is carried.
         """
@@ -260,9 +258,9 @@ class Rows:
         slot = ring.slot(index + offset)
         plgpu.barrier_wait(ring.ready.at[slot])
         carry = body.add(self, Block(self, index, slot, part.is_whole), carry)
-        # Copies may not overtake what has been loaded to registers; for what the matrix unit reads,
-        # waiting for its product is enough.
-        if self.walk.simulated or len(self.walk.passing) > 2:
+        # Loads of vectors to registers must be complete before a copy may write to the buffer. What
+        # the matrix unit reads it has read when its product is there.
+        if self.walk.simulated or len(self.walk.column_arrays) > 2:
             plgpu.commit_smem()
         plgpu.barrier_arrive(ring.free.at[slot])
         return carry
@@ -270,12 +268,12 @@ class Rows:
     def _write(self, values: Sequence[jax.Array]) -> None:
         """Copy results to memory, through shared memory.
 
-        That of the rows is no longer needed for them, and is written over where it fits.
+        A result is staged in the buffer of the rows, which are no longer needed, if it fits there.
         """
         staging = list(self.program.memory.staging)
         buffers = []
         for value, result in zip(values, self.walk.results, strict=True):
-            if self.walk.leaves_through_rows(result):
+            if self.walk.is_staged_in_rows(result):
                 assert result.like is not None
                 buffer = self.matrices[result.like]
             else:
@@ -289,7 +287,7 @@ class Rows:
         plgpu.wait_smem_to_gmem(0)
 
     def _place(self, ref: Any) -> Any:
-        """Where the rows are in a result, a matrix or one number for each row."""
+        """The rows' part of a result, which is a matrix or has one number for each row."""
         program, rows = self.program, pl.ds(self.begin, ROWS)
         if len(ref.shape) == 3:
             return ref.at[program.sequence, program.head, rows]
@@ -298,7 +296,7 @@ class Rows:
     def full(self, value: Any, width: int | None = None) -> jax.Array:
         """The same number for each row, or for `width` columns of each.
 
-        It is laid out as what the matrix unit leaves, so that both can be added up.
+        It is laid out like products of the matrix unit, so that they can be added to it.
         """
         shape = (ROWS,) if width is None else (ROWS, width)
         x = jnp.full(shape, value, jnp.float32)
@@ -327,7 +325,7 @@ class Rows:
         """
         x = x.astype(y.dtype)
         if self.walk.simulated:
-            # JAX's simulator multiplies no registers.
+            # JAX's simulator has no products with operands in registers.
             return total + jnp.dot(x, y[...], preferred_element_type=jnp.float32)
 
         def multiply(total: Any) -> None:
@@ -344,7 +342,7 @@ class Block:
         self._rows, self._walk, self._is_whole = rows, rows.walk, is_whole
         self._begin, self._slot = index * rows.walk.block, slot
         buffers = rows.program.memory.ring.buffers
-        self._buffers = dict(zip(rows.walk.passing, buffers, strict=True))
+        self._buffers = dict(zip(rows.walk.column_arrays, buffers, strict=True))
         self._shape = (ROWS, rows.walk.block)
 
     def matrix(self, name: str) -> Any:
@@ -352,10 +350,7 @@ class Block:
         return self._buffers[name].at[self._slot]
 
     def vector(self, name: str) -> jax.Array:
-        """A number for each column, repeated along the rows, in registers.
-
-        It passes by in shared memory, as the matrices of the columns do.
-        """
+        """A number for each column, repeated along the rows, in registers."""
         ref = self._buffers[name].at[self._slot]
         if self._walk.simulated:
             return lax.broadcast_in_dim(ref[...], self._shape, [1])
@@ -367,8 +362,8 @@ class Block:
         return lax.broadcast_in_dim(x, self._shape, [0])
 
     def seen(self) -> jax.Array | None:
-        """Which columns each row sees, by the band and by segments; None if that is all."""
-        tests = [] if self._is_whole else self._tests_of_band()
+        """Which columns each row sees, by the band and by segments; None if it sees all."""
+        tests = [] if self._is_whole else self._band_tests()
         if self._walk.has_segments:
             own, other = "query_segments", "key_segments"
             if self._walk.rows_are_keys:
@@ -379,18 +374,18 @@ class Block:
             seen = test if seen is None else seen & test
         return seen
 
-    def _tests_of_band(self) -> list[jax.Array]:
-        """What a column must pass for a row to see it by the mask, and not to be padding."""
+    def _band_tests(self) -> list[jax.Array]:
+        """The tests by which a row sees a column: it is in the band, and it is no padding."""
         tests, band, columns = [], self._walk.band, self._walk.columns
         column = self._iota(1) + self._begin
         if columns.real < columns.block * columns.count:
             tests.append(column < columns.real)
-        # In positions, the column less the row.
-        away = column - self._iota(0) - (self._rows.program.distance + self._rows.begin)
+        # The position of the column, less that of the row.
+        difference = column - self._iota(0) - (self._rows.program.distance + self._rows.begin)
         if band.upper is not None:
-            tests.append(away <= band.upper)
+            tests.append(difference <= band.upper)
         if band.lower is not None:
-            tests.append(away >= band.lower)
+            tests.append(difference >= band.lower)
         return tests
 
     def _iota(self, dim: int) -> jax.Array:

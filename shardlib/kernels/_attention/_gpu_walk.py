@@ -1,19 +1,20 @@
 """What our kernels for attention on GPUs of the Hopper generation walk over, and with what memory.
 
-A program has some neighbouring rows of the scores of one head: queries, or keys where gradients to
-keys are made. Each of its first warpgroups has `ROWS` of them, and what they are made of, in shared
-memory; the last warpgroup copies blocks of columns, which pass by:
+A program has some neighbouring rows of the scores of one head: queries, or keys for gradients to
+keys. Each of its first warpgroups has `ROWS` of them, whose operands stay in shared memory. The
+last warpgroup copies the operands of blocks of columns, one block after the other:
 
     warpgroup 0   64 rows          ring: k v | k v | ...   <-  warpgroup 2, from memory
     warpgroup 1   64 rows
 
-    kernel                rows      columns pass by           results, from registers
+    kernel                rows      columns                   results, from registers
     attention_forward     queries   keys, values              outputs, log-sum-exps
     attention_dq          queries   keys, values              the gradient to queries
     attention_dkv         keys      queries, their gradient   the gradients to keys and values
 
-Blocks in which the band of the mask leaves nothing are neither copied nor computed, and only those
-of which it leaves a part are masked. A key head is passed by all query heads that it serves.
+Blocks that the band of the mask hides are neither copied nor computed, and only those of which it
+hides a part are masked. Where rows are keys, the columns are those of all query heads that the key
+head serves, head by head.
 """
 
 import math
@@ -33,7 +34,7 @@ GROUPS = 2  # warpgroups that compute
 TILE = GROUPS * ROWS  # rows of a program; lengths are padded to multiples
 WIDTH = 64  # numbers of 16 bits that a row has in a step: sizes are padded to multiples
 KIB = 2**10
-SHARED = 224 * KIB  # bytes of shared memory; the remainder is for barriers and Mosaic
+SHARED_BYTES = 224 * KIB  # of shared memory; the remainder is for barriers and Mosaic
 MOST_STAGES = 4
 
 QUERIES, KEYS = "queries", "keys"
@@ -48,7 +49,7 @@ class Result(NamedTuple):
     Attributes:
         shape: of the array.
         dtype: likewise.
-        like: the matrix whose rows its rows are like; None for one number for each row.
+        like: the matrix for whose rows it has rows; None if it has one number for each row.
     """
 
     shape: tuple[int, ...]
@@ -57,9 +58,9 @@ class Result(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Shared memory of a program.
+    """A part of a program's shared memory.
 
-    Those of three dims and more are laid out for the matrix unit.
+    With three dims or more it is laid out for the matrix unit.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +68,7 @@ class Buffer(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """What it takes, up to where the next one may start."""
+        """The bytes that it takes, up to where the next buffer may start."""
         size = math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
         return -(-size // KIB) * KIB
 
@@ -82,13 +83,13 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """The rows and the columns of a kernel, and what it reads and makes.
+    """The rows and the columns of a kernel, and the arrays that it reads and makes.
 
     Attributes:
         attention: which attention.
         arrays: by the names of `MATRICES` and `VECTORS`, padded; `starts`, and `sinks` if there
             are any.
-        side: of which the rows are, queries or keys; columns are the other ones.
+        side: whether rows are `QUERIES` or `KEYS`; columns are the other ones.
         block: how many columns a block has.
         real_columns: how many columns are not padding.
         results: what the kernel makes.
@@ -109,7 +110,7 @@ class Walk:
         return self.side == KEYS
 
     def _names(self, sides: dict[str, str], is_row: bool) -> list[str]:
-        """The arrays that there are of those of a kind, of the rows or of the columns."""
+        """The names of arrays that belong to rows or to columns, of those named in `sides`."""
         names = []
         for name in self.arrays:
             if name in sides and (sides[name] == self.side) == is_row:
@@ -123,12 +124,12 @@ class Walk:
 
     @property
     def row_vectors(self) -> list[str]:
-        """The arrays that have a number for each row, which is in registers."""
+        """The arrays with one number for each row, which are in registers."""
         return self._names(VECTORS, True)
 
     @property
-    def passing(self) -> list[str]:
-        """The arrays that pass by, in the order of the ring's buffers."""
+    def column_arrays(self) -> list[str]:
+        """The arrays of the columns, in the order of the ring's buffers."""
         return self._names(MATRICES, False) + self._names(VECTORS, False)
 
     @property
@@ -145,7 +146,7 @@ class Walk:
     def grid(self) -> dict[str, int]:
         """How many programs there are along each dim.
 
-        Neighbours have other heads and the same rows, and thus as many blocks to compute.
+        Neighbours have different heads and the same rows, so they compute equally many blocks.
         """
         sequences, length, heads, _ = self.arrays[self.row_matrices[0]].shape
         return {"head": heads, "tile": length // TILE, "sequence": sequences}
@@ -157,9 +158,9 @@ class Walk:
 
     @property
     def columns(self) -> Columns:
-        """The columns, in blocks of which none is all padding.
+        """The columns, in blocks none of which is all padding.
 
-        Queries that are padding have no share in anything, and need no mask.
+        Queries that are padding add nothing to gradients, and need no mask; see `_gpu._gradients`.
         """
         count = -(-self.real_columns // self.block)
         if self.rows_are_keys:
@@ -168,10 +169,10 @@ class Walk:
 
     @property
     def stages(self) -> int:
-        """How many blocks may be on their way at once, in the shared memory that rows leave."""
-        # One block may come while another is computed, but a single one must always fit: sizes of
-        # heads are bounded so that it does.
-        room = SHARED
+        """How many blocks the ring has buffers for, in the shared memory that rows leave."""
+        # One buffer always fits, since sizes of heads are bounded. With more of them, blocks are
+        # copied while another one is computed.
+        room = SHARED_BYTES
         for buffer in self.row_buffers + self.staging:
             room -= buffer.size_bytes
         stages = min(MOST_STAGES, self.columns.count * self.group)
@@ -185,28 +186,31 @@ class Walk:
         return [self._buffer(name, GROUPS, ROWS) for name in self.row_matrices]
 
     def ring_buffers(self, stages: int) -> list[Buffer]:
-        """Shared memory for so many blocks of what passes by."""
-        return [self._buffer(name, stages, self.block) for name in self.passing]
+        """Shared memory for so many blocks of columns."""
+        return [self._buffer(name, stages, self.block) for name in self.column_arrays]
 
     @property
     def staging(self) -> list[Buffer]:
-        """Shared memory for results that cannot leave through that of rows."""
+        """Shared memory for results that are not staged where rows were."""
         buffers = []
         for result in self.results:
             if result.like is None:
                 buffers.append(Buffer((GROUPS, ROWS), result.dtype))
-            elif not self.leaves_through_rows(result):
+            elif not self.is_staged_in_rows(result):
                 buffers.append(Buffer((GROUPS, ROWS, result.shape[-1]), result.dtype))
         return buffers
 
-    def leaves_through_rows(self, result: Result) -> bool:
-        """Whether a result is copied to memory from where the rows were that it is like."""
+    def is_staged_in_rows(self, result: Result) -> bool:
+        """Whether a result is copied to memory from the buffer of the rows that it is like.
+
+        They have been used up by then, and the buffer is of the right size.
+        """
         if result.like is None:
             return False
         return self.arrays[result.like].shape[-1] == result.shape[-1]
 
     def _buffer(self, name: str, copies: int, rows: int) -> Buffer:
-        """Shared memory for some rows of an array, several times over."""
+        """Shared memory for `copies` times some rows of an array."""
         x = self.arrays[name]
         if name in VECTORS:
             return Buffer((copies, rows), x.dtype)

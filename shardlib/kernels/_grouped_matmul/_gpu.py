@@ -305,7 +305,7 @@ def _run(
     """
     transforms = plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP)
     quarter = (MULTIPLYING, QUARTER, QUARTER)
-    # Mosaic allocates scratch in the order of these names.
+    # Scratch is allocated in the alphabetical order of these names.
     scratch = {
         "a_smem": plgpu.SMEM((STAGES, *a_shape), out.dtype, transforms=transforms),
         "b_smem": [
