@@ -90,7 +90,7 @@ def test_linear_cross_entropy_tpu_kernel_is_exact_over_several_blocks(
     from shardlib.kernels._linear_cross_entropy import _tpu
 
     monkeypatch.setattr(_tpu, "cores", lambda: cores)
-    monkeypatch.setattr(_tpu, "SOME", 8)
+    monkeypatch.setattr(_tpu, "COLUMNS_AT_ONCE", 8)
     for blocks in ("forward_blocks", "backward_blocks"):
         monkeypatch.setattr(
             _tpu, blocks, lambda x, kernel: iter([_tpu.Blocks(min(rows, 256), 128, 0)])

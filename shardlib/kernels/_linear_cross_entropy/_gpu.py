@@ -3,7 +3,7 @@
     x (rows, width)  @  chunk of the kernel (vocabulary, width)
           |
           v  each tile of 128 x 128 logits, in registers
-    forward:   its highest, its sum of exponentials, its target's logit and its sum, by row
+    forward:   for each row the highest logit, two sums, and the target's logit
     backward:  the gradient to these logits, in the dtype of `x`
 
 Forward writes four numbers for each row of each tile, which XLA combines. Backward writes the
@@ -48,8 +48,8 @@ from shardlib.kernels._linear_cross_entropy._reference import (
 )
 from shardlib.kernels._rows import merged
 
-# Bytes of the gradient to logits that are in memory at a time. What is added up for each chunk
-# costs the less, the fewer and larger chunks are.
+# Bytes of the gradient to logits that are in memory at a time. The gradient to `x` is read and
+# written for each chunk: the fewer and larger chunks are, the less that costs.
 CHUNK_BYTES = 2**28
 
 
@@ -100,9 +100,9 @@ def forward(
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The products of the rows of `x` with chunks of the kernel, by one kind of kernel.
+    """The products of the rows of `x` with chunks of the kernel, for forward or for backward.
 
-    Forward and backward share it; they differ in the epilogue and its results.
+    These differ in the epilogue and its results.
     """
 
     loss: Loss
@@ -119,7 +119,11 @@ class _Chunks:
         return over_tiles(epilogue, self.x, rows, inputs, self.results, self.product)
 
     def limits(self, chunk: Chunk, vocab_offset: jax.Array) -> jax.Array:
-        """The token at which a chunk begins, and which of its rows count: from where to where."""
+        """The token at which a chunk begins, and its rows that count: first, and after the last.
+
+        Rows before these are repeated from the chunk before. Rows after these are beyond the kernel
+        or the vocabulary.
+        """
         offset = vocab_offset + chunk.begin
         end = jnp.minimum(chunk.rows.shape[0], self.loss.vocab - offset)
         return jnp.stack([offset, chunk.repeated, end]).astype(jnp.int32)
@@ -166,20 +170,21 @@ def _sums(
 
 def _sum_tile(loss: Loss, tile: Tile, targets_ref: Any, limits_ref: Any) -> tuple[jax.Array, ...]:
     """The four sums over the logits of a tile, for each of its rows; see `Sums`."""
-    z, token, counts = _logits(tile, limits_ref, loss)
-    counts &= tile.positions(1) >= limits_ref[1]
-    highest = jnp.where(counts, z, jnp.full_like(z, -jnp.inf)).max(1)
-    e = _or_zero(counts, jnp.exp(z - tile.across(highest)))
+    z, token, valid = _logits(tile, limits_ref, loss)
+    # Repeated rows were counted with the chunk before.
+    valid &= tile.positions(1) >= limits_ref[1]
+    highest = jnp.where(valid, z, jnp.full_like(z, -jnp.inf)).max(1)
+    e = _or_zero(valid, jnp.exp(z - tile.across(highest)))
     is_target = token == tile.across(tile.row_values(targets_ref))
-    of_target = _or_zero(is_target & counts, z).sum(1)
-    sum_z = jnp.zeros_like(of_target)  # nobody reads it
+    of_target = _or_zero(is_target & valid, z).sum(1)
+    sum_z = jnp.zeros_like(of_target)  # only read with smoothing
     if loss.smoothing:
-        sum_z = _or_zero(counts, z).sum(1)
+        sum_z = _or_zero(valid, z).sum(1)
     return highest, e.sum(1), of_target, sum_z
 
 
 def _or_zero(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """What is outside a mask, as zero; Mosaic takes arrays of one layout, and no scalar."""
+    """An array with zeros outside a mask; in Mosaic, `where` takes no scalar in their place."""
     return jnp.where(mask, x, jnp.zeros_like(x))
 
 
@@ -233,7 +238,7 @@ def _gradients(
         x_gradient, kernel_gradient = gradients
         inputs = (*columns, chunks.limits(chunk, vocab_offset))
         (z_gradient,) = chunks.run(head_backward, chunks.padded(chunk.rows), inputs)
-        # What was added for whole tiles has a gradient of zero, and is cut off.
+        # Rows and columns that pad the kernel to whole tiles have a gradient of zero: cut them off.
         chunk_gradient = product(z_gradient, x, 0, 0).astype(kernel.dtype)
         chunk_gradient = chunk_gradient[: chunk.rows.shape[0], :width]
         x_gradient = x_gradient + product(z_gradient, chunks.padded(chunk.new_rows), 1, 0)
@@ -253,21 +258,21 @@ def _differentiate_tile(loss: Loss, tile: Tile, targets_ref: Any, *refs: Any) ->
     The other references are to `log Z`, the gradient to it, that to the loss, and the limits.
     """
     *column_refs, limits_ref = refs
-    z, token, counts = _logits(tile, limits_ref, loss)
+    z, token, valid = _logits(tile, limits_ref, loss)
     is_target = token == tile.across(tile.row_values(targets_ref))
     log_z, log_z_gradient, gradient = (tile.across(tile.row_values(ref)) for ref in column_refs)
     z_gradient = logit_gradients(z, is_target, log_z, log_z_gradient, gradient, loss)
-    return (jnp.where(counts, z_gradient, jnp.zeros_like(z)),)
+    return (_or_zero(valid, z_gradient),)
 
 
 def _logits(tile: Tile, limits_ref: Any, loss: Loss) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The logits of a tile, their tokens, and which of them are of tokens of the vocabulary."""
+    """The logits of a tile, their tokens, and which of these are in the vocabulary."""
     column = tile.positions(1)
     return capped(tile.z, loss), column + limits_ref[0], column < limits_ref[2]
 
 
 def _pad_rows(x: jax.Array, *columns: jax.Array) -> list[jax.Array]:
-    """Rows, and what belongs to each, with zeros for whole tiles of two warpgroups."""
+    """Rows, and arrays with a number for each, padded with zeros to two whole tiles."""
     missing = -x.shape[0] % (2 * ROWS)
     padded_rows = padded(x, 2 * ROWS, x.dtype)
     return [padded_rows, *(jnp.pad(column, (0, missing)) for column in columns)]

@@ -1,7 +1,7 @@
-"""A linear head's cross-entropy on a TPU: logits are made block by block in fast memory.
+"""A linear head's cross-entropy on a TPU: logits are computed block by block in fast memory.
 
-The rows of `x` are along the lanes of a block of logits, so that what is summed over the vocabulary
-is added lane by lane, and what each row has is a vector of lanes:
+The rows of `x` are along the lanes of a block of logits. So sums over the vocabulary are added lane
+by lane, and the numbers of each row, such as its target, are a row of lanes:
 
                   rows of x ->
     vocabulary    +--------------+
@@ -10,11 +10,12 @@ is added lane by lane, and what each row has is a vector of lanes:
 
 Forward walks over the vocabulary for each block of rows. Backward walks over the rows for each
 block of the vocabulary, whose gradient stays in fast memory meanwhile. Every block of the
-vocabulary also has a part of the gradient to `x`, which is therefore read from memory, added to
-and written back, through a ring of buffers: one block ahead is read, one behind is written.
+vocabulary also adds to the gradient to all rows of `x`. That is therefore read from memory, added
+to and written back, through a ring of buffers: while a block is added to, the next is read and the
+one before is written.
 
 Where fast memory holds too little of the vocabulary for that (on v4, from a width of some thousand)
-backward is the reference's, whose products XLA makes well.
+backward is the reference's, whose products XLA computes.
 """
 
 import math
@@ -41,8 +42,8 @@ from shardlib.kernels._linear_cross_entropy._reference import (
     row_gradients,
 )
 from shardlib.kernels._linear_cross_entropy._tpu_blocks import (
+    COLUMNS_AT_ONCE,
     SLOTS,
-    SOME,
     Blocks,
     backward_blocks,
     first_fitting,
@@ -118,18 +119,18 @@ def _sums(
     (rows, width), vocab = x.shape, kernel.shape[0]
     blocks = first_fitting(forward_blocks(x, kernel))
     assert blocks is not None, "see `refuses`"
-    per_row = pl.BlockSpec((1, blocks.rows), lambda i, j: (0, i))
+    row_spec = pl.BlockSpec((1, blocks.rows), lambda i, j: (0, i))
     results = pl.pallas_call(
         partial(head_forward, loss=loss, vocab=vocab),
-        # A block of rows stays where it is while the vocabulary passes by.
+        # The inner loop is over the vocabulary, so that a block of rows stays in fast memory.
         grid=(math.ceil(rows / blocks.rows), math.ceil(vocab / blocks.vocab)),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
             pl.BlockSpec((blocks.rows, width), lambda i, j: (i, 0)),
             pl.BlockSpec((blocks.vocab, width), lambda i, j: (j, 0)),
-            per_row,
+            row_spec,
         ],
-        out_specs=[per_row] * 4,
+        out_specs=[row_spec] * 4,
         out_shape=[shaped((1, rows), jnp.float32, x)] * 4,
         compiler_params=parameters(("parallel", "arbitrary"), blocks.used),
         interpret=interpreted(simulated, x),
@@ -150,13 +151,13 @@ def head_forward(
     """Add a block of the vocabulary to the sums of a block of rows.
 
     Args:
-        offset_ref: the token of the first of all rows of the kernel here.
+        offset_ref: the token of the first row of this device's kernel.
         x_ref: the block of rows.
         kernel_ref: the block of the vocabulary.
         targets_ref: a token for each row.
-        sums_refs: to what `Sums` has, in its order.
+        sums_refs: to the fields of `Sums`, in its order.
         loss: which loss.
-        vocab: how many rows the kernel has here.
+        vocab: how many rows this device's kernel has.
     """
     highest_ref, total_ref, of_target_ref, sum_ref = sums_refs
     begin = pl.program_id(1) * kernel_ref.shape[0]
@@ -167,30 +168,30 @@ def head_forward(
         for ref in (total_ref, of_target_ref, sum_ref):
             ref[...] = jnp.zeros_like(ref)
 
-    z, token, counts = _logits(x_ref[...], kernel_ref[...], begin, offset_ref[0], loss, vocab)
+    z, token, valid = _logits(x_ref[...], kernel_ref[...], begin, offset_ref[0], loss, vocab)
     old_highest = highest_ref[...]
-    highest = jnp.maximum(old_highest, jnp.where(counts, z, -jnp.inf).max(0, keepdims=True))
+    highest = jnp.maximum(old_highest, jnp.where(valid, z, -jnp.inf).max(0, keepdims=True))
     highest_ref[...] = highest
-    total = jnp.where(counts, jnp.exp(z - highest), 0).sum(0, keepdims=True)
-    # The total so far is relative to the highest logit so far.
+    total = jnp.where(valid, jnp.exp(z - highest), 0).sum(0, keepdims=True)
+    # The total so far is relative to the highest logit of the blocks before.
     total_ref[...] = total_ref[...] * rescaling(old_highest, highest) + total
     of_target_ref[...] += jnp.where(token == targets_ref[...], z, 0).sum(0, keepdims=True)
     if loss.smoothing:
-        sum_ref[...] += jnp.where(counts, z, 0).sum(0, keepdims=True)
+        sum_ref[...] += jnp.where(valid, z, 0).sum(0, keepdims=True)
 
 
 def _logits(
     x: jax.Array, kernel: jax.Array, begin: jax.Array, offset: jax.Array, loss: Loss, vocab: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The logits (vocabulary, rows) of two blocks, their tokens, and which of them count.
+    """The logits (vocabulary, rows) of two blocks, their tokens, and which are of real tokens.
 
     Args:
         x: a block of rows.
         kernel: a block of the kernel's rows.
-        begin: the row of the kernel here at which its block begins.
-        offset: the token of the first of the kernel's rows here.
+        begin: the row of this device's kernel at which the block begins.
+        offset: the token of the first row of this device's kernel.
         loss: which loss.
-        vocab: how many rows the kernel has here.
+        vocab: how many rows this device's kernel has.
     """
     z = capped(product(kernel.astype(x.dtype), x, 1, 1), loss)
     kernel_row = lax.broadcasted_iota(jnp.int32, z.shape, 0) + begin
@@ -225,7 +226,7 @@ def backward(
 
 @dataclass(frozen=True)
 class _Walk:
-    """The grid of backward `(cores, vocabulary blocks of a core, row blocks)`, and its sizes."""
+    """The sizes of backward's grid `(cores, vocabulary blocks of a core, row blocks)`."""
 
     loss: Loss
     rows: int  # of `x`
@@ -235,15 +236,15 @@ class _Walk:
 
     @property
     def last(self) -> int:
-        """The last step of a core."""
+        """The number of a core's last step."""
         return self.vocab_blocks * self.row_blocks - 1
 
     @property
     def lag(self) -> int:
-        """How many steps after its write began a buffer is used again.
+        """After how many steps the write from a buffer is waited for.
 
-        Zero where there is only one block of rows, which stays in its buffer from the first step
-        to the last.
+        It is zero where there is only one block of rows, which stays in its buffer from the first
+        step to the last.
         """
         return min(SLOTS, self.row_blocks) - 1
 
@@ -272,27 +273,27 @@ def _gradients(
     """
     (rows, width), vocab = x.shape, kernel.shape[0]
     row_blocks, vocab_blocks = math.ceil(rows / blocks.rows), math.ceil(vocab / blocks.vocab)
-    # Each core of a chip makes a gradient to `x` of its own, from its share of the vocabulary.
-    walkers = cores() if vocab_blocks % cores() == 0 else 1
-    # The grid walks over the rows first, so that a block of the vocabulary stays in place.
-    walk = _Walk(loss, rows, vocab, vocab_blocks // walkers, row_blocks)
-    per_row = pl.BlockSpec((1, blocks.rows), lambda core, j, i: (0, i))
-    of_part = pl.BlockSpec(
+    # Each core of a device adds up a gradient to `x` of its own, over its blocks of the vocabulary.
+    used_cores = cores() if vocab_blocks % cores() == 0 else 1
+    # The inner loop is over the rows, so that a block of the vocabulary stays in fast memory.
+    walk = _Walk(loss, rows, vocab, vocab_blocks // used_cores, row_blocks)
+    row_spec = pl.BlockSpec((1, blocks.rows), lambda core, j, i: (0, i))
+    vocab_spec = pl.BlockSpec(
         (blocks.vocab, width), lambda core, j, i: (core * walk.vocab_blocks + j, 0)
     )
     columns = [column.reshape(1, rows) for column in (targets.astype(jnp.int32), *row_columns)]
     x_gradient, kernel_gradient = pl.pallas_call(
         partial(head_backward, walk=walk),
-        grid=(walkers, walk.vocab_blocks, row_blocks),
+        grid=(used_cores, walk.vocab_blocks, row_blocks),
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
             pl.BlockSpec((blocks.rows, width), lambda core, j, i: (i, 0)),
-            of_part,
-            *[per_row] * 4,
+            vocab_spec,
+            *[row_spec] * 4,
         ],
-        out_specs=[pl.BlockSpec(memory_space=pl.ANY), of_part],
+        out_specs=[pl.BlockSpec(memory_space=pl.ANY), vocab_spec],
         out_shape=[
-            shaped((walkers, row_blocks * blocks.rows, width), jnp.float32, x),
+            shaped((used_cores, row_blocks * blocks.rows, width), jnp.float32, x),
             shaped((vocab, width), kernel.dtype, x),
         ],
         scratch_shapes=_backward_scratch(blocks, width, kernel.dtype),
@@ -323,46 +324,46 @@ class _BackwardRefs(NamedTuple):
     the offset, which is a scalar.
     """
 
-    offset: Any  # the token of the first of all rows of the kernel here
+    offset: Any  # the token of the first row of this device's kernel
     x: Any
     kernel: Any
     targets: Any
     log_z: Any
     log_z_gradient: Any
     gradient: Any
-    x_gradient: Any  # result, in memory, for each core
+    x_gradient: Any  # result, in the device's memory, one for each core
     kernel_gradient: Any  # result, the block of this step
     x_gradient_buffers: Any  # a ring of `SLOTS` blocks
     reads: Any  # semaphores of the copies to the buffers
-    writes: Any  # and of those from them
+    writes: Any  # semaphores of the copies from the buffers
     total: Any = None  # the gradient to the kernel in float32, where it has another dtype
 
 
 @dataclass(frozen=True)
 class _BackwardStep:
-    """Where a program of backward is, and its references.
+    """A step of backward: its indices in the grid, and the references of the kernel.
 
-    It makes the copies of the gradient to `x` between memory and the ring of buffers.
+    Its methods make the copies of the gradient to `x` between memory and the ring of buffers.
     """
 
     walk: _Walk
     refs: _BackwardRefs
     core: jax.Array
-    j: jax.Array  # which block of the vocabulary, of this core's
+    j: jax.Array  # which of the core's blocks of the vocabulary
     i: jax.Array  # which block of rows
-    number: jax.Array  # of the step: how many this core took before
+    number: jax.Array  # how many steps the core took before
 
     def read(self, step: jax.Array) -> Any:
         """The copy that brings a step's block of the gradient to `x` to its buffer."""
-        slot, in_memory, buffer = self._ends(step)
+        slot, in_memory, buffer = self._copy_ends(step)
         return pltpu.make_async_copy(in_memory, buffer, self.refs.reads.at[slot])
 
     def write(self, step: jax.Array) -> Any:
         """The copy that takes a step's block of the gradient to `x` back to memory."""
-        slot, in_memory, buffer = self._ends(step)
+        slot, in_memory, buffer = self._copy_ends(step)
         return pltpu.make_async_copy(buffer, in_memory, self.refs.writes.at[slot])
 
-    def _ends(self, step: jax.Array) -> tuple[jax.Array, Any, Any]:
+    def _copy_ends(self, step: jax.Array) -> tuple[jax.Array, Any, Any]:
         """The slot of a step, its block of the gradient in memory, and its buffer."""
         refs, size = self.refs, self.refs.x.shape[0]
         slot = lax.rem(step, SLOTS)
@@ -373,7 +374,7 @@ class _BackwardStep:
 def head_backward(*all_refs: Any, walk: _Walk) -> None:
     """One step of backward: a block of rows with a block of the vocabulary.
 
-    The copies of the gradient to `x` around the products, for `lag = 2`:
+    In this order it copies the gradient to `x` and computes, for `lag = 2`:
 
         step k:   wait for the write of step k - 2, start to read for step k + 1,
                   make the logits' gradient, wait for the read of step k,
@@ -385,8 +386,8 @@ def head_backward(*all_refs: Any, walk: _Walk) -> None:
     number, lag = step.number, walk.lag
     begin = (core * walk.vocab_blocks + j) * refs.kernel.shape[0]
 
-    # What a step reads was written `row_blocks` steps before: that write must be complete, and the
-    # buffer free.
+    # The next step reads what was written `row_blocks` steps before it, to the buffer of `SLOTS`
+    # steps before it. The later one of these two writes is waited for here: see `lag`.
     if lag:
         pl.when(number >= lag)(lambda: step.write(number - lag).wait())
         pl.when((number + 1 >= walk.row_blocks) & (number < walk.last))(
@@ -418,31 +419,31 @@ def head_backward(*all_refs: Any, walk: _Walk) -> None:
 
 
 def _step_logit_gradients(step: _BackwardStep, begin: jax.Array) -> jax.Array:
-    """The gradient to the logits of a step, in the dtype of `x`; zero beyond both arrays."""
+    """The gradient to the logits of a step, in the dtype of `x`; zero beyond either array."""
     refs, walk = step.refs, step.walk
     block = refs.x.shape[0]
-    z, token, counts = _logits(
+    z, token, valid = _logits(
         refs.x[...], refs.kernel[...], begin, refs.offset[0], walk.loss, walk.vocab
     )
     row = lax.broadcasted_iota(jnp.int32, (1, block), 1) + step.i * block
     columns = (refs.log_z[...], refs.log_z_gradient[...], refs.gradient[...])
     z_gradient = logit_gradients(z, token == refs.targets[...], *columns, walk.loss)
-    return jnp.where(counts & (row < walk.rows), z_gradient, 0).astype(refs.x.dtype)
+    return jnp.where(valid & (row < walk.rows), z_gradient, 0).astype(refs.x.dtype)
 
 
 def _add_products(step: _BackwardStep, z_gradient: jax.Array, begin: jax.Array, slot: Any) -> None:
     """Add a step's parts of the gradients to the kernel and to `x`, some columns at a time.
 
-    The product with `x` goes to the sum for this block of the vocabulary, that with the kernel
-    to the buffer of this block of rows.
+    The product with `x` is added to the sum of this block of the vocabulary, and the product with
+    the kernel to the buffer of this block of rows.
     """
     refs, walk = step.refs, step.walk
     block, width = refs.x.shape
     vocab_block = refs.kernel.shape[0]
     total = refs.kernel_gradient if refs.total is None else refs.total
-    for first_column in range(0, width, SOME):
-        columns = slice(first_column, min(first_column + SOME, width))
-        # What is beyond an array may be anything, and times zero it may be no number.
+    for first_column in range(0, width, COLUMNS_AT_ONCE):
+        columns = slice(first_column, min(first_column + COLUMNS_AT_ONCE, width))
+        # Beyond an array a block holds anything, even numbers that times zero are nan.
         x = _zero_from(refs.x[:, columns], walk.rows - step.i * block, walk.rows % block)
         kernel = _zero_from(
             refs.kernel[:, columns].astype(x.dtype), walk.vocab - begin, walk.vocab % vocab_block
@@ -456,7 +457,7 @@ def _add_products(step: _BackwardStep, z_gradient: jax.Array, begin: jax.Array, 
 
 
 def _accumulate(ref: Any, x: jax.Array, first: jax.Array) -> None:
-    """Add to a sum, or begin it: at first memory holds anything."""
+    """Add to a sum, or begin it: before that its memory holds anything."""
 
     @pl.when(first)
     def _() -> None:
@@ -470,7 +471,8 @@ def _accumulate(ref: Any, x: jax.Array, first: jax.Array) -> None:
 def _zero_from(x: jax.Array, size: jax.Array, ragged: int) -> jax.Array:
     """The first `size` rows of a block, and zeros for the others.
 
-    `ragged` is zero where all blocks are full, and nothing needs to be done.
+    `ragged` is how many rows the last block has, or zero where all blocks are full: then the block
+    is returned as it is.
     """
     if not ragged:
         return x

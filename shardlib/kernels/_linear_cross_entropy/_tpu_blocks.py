@@ -1,4 +1,4 @@
-"""How many rows of `x` and of the kernel a block has: what a core's fast memory has room for."""
+"""How many rows of `x` and of the kernel a block has, so that blocks fit in fast memory."""
 
 import math
 from collections.abc import Iterator
@@ -9,23 +9,20 @@ import jax.numpy as jnp
 from shardlib.kernels._choice import device_here
 from shardlib.kernels._tpu import LANES, cores, vmem_bytes
 
-LOGIT = 16  # bytes of fast memory for each logit of a block, and for what is computed of it
-SOME = 512  # columns of a gradient that are made at a time
-# Rows of the kernel in a block of backward. For each block the gradient to `x` is read and written
-# once, and below 512 rows that takes longer than the products; the reference's products, which are
-# XLA's, are no slower then.
-PARTS = range(512, 2049, 128)
+LOGIT_BYTES = 16  # of fast memory for each logit of a block, and for what is computed of it
+COLUMNS_AT_ONCE = 512  # columns of a gradient that are computed at a time
+# Rows of the kernel that a block of backward may have. For each block the gradient to `x` is read
+# and written once. With fewer than 512 rows that takes longer than the products, and the reference,
+# whose products are XLA's, is as fast.
+VOCAB_ROWS = range(512, 2049, 128)
 SLOTS = 3  # buffers for the gradient to `x`: one is read, one is added to, one is written
 
 
 class Blocks(NamedTuple):
-    """How many rows of `x` and of the kernel a block has, and the fast memory that it takes.
+    """How many rows of `x` and of the kernel a block has, and the fast memory that it takes."""
 
-    Candidates come in order of preference, and the first that fits is taken.
-    """
-
-    rows: int
-    vocab: int
+    rows: int  # of `x`
+    vocab: int  # rows of the kernel
     used: int  # bytes
 
 
@@ -35,43 +32,42 @@ def forward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
     The kernel is read once for every block of rows: the more rows the better.
     """
     (rows, width), vocab = x.shape, kernel.shape[0]
-    x_gradient, kernel_gradient, cast = _row_bytes(x, kernel, width)
+    x_row, kernel_row, cast_row = _row_bytes(x, kernel, width)
     for most_rows in (2048, 1024, 512, 256, 128):
         for most_vocab in (512, 256, 128):
             r, v = min(most_rows, rows), min(most_vocab, vocab)
-            # Blocks are there twice, so that one is on its way while the other is used.
-            yield Blocks(
-                r, v, 2 * r * x_gradient + v * (2 * kernel_gradient + cast) + r * v * LOGIT
-            )
+            # Operands have two buffers each.
+            operands = r * 2 * x_row + v * (2 * kernel_row + cast_row)
+            yield Blocks(r, v, operands + r * v * LOGIT_BYTES)
 
 
 def backward_blocks(x: Any, kernel: Any) -> Iterator[Blocks]:
     """Sizes of blocks for backward, the best first.
 
     `x` is read, and its gradient read and written, once for every block of the vocabulary: the
-    larger those the better. All cores should have as many.
+    larger these are the better. All cores should have equally many.
     """
     (rows, width), vocab = x.shape, kernel.shape[0]
-    x_gradient, kernel_gradient, cast = _row_bytes(x, kernel, width)
+    x_row, kernel_row, cast_row = _row_bytes(x, kernel, width)
     float32_row = 4 * _padded_to_lanes(width)
-    total = float32_row if kernel.dtype != jnp.float32 else 0
+    sum_row = float32_row if kernel.dtype != jnp.float32 else 0
 
-    def by_preference(part: int) -> tuple[bool, int]:
-        # Parts that the cores divide evenly come first, and then the larger ones.
-        return math.ceil(vocab / part) % cores() != 0, -part
+    def by_preference(vocab_rows: int) -> tuple[bool, int]:
+        # Sizes whose blocks the cores divide evenly come first, the larger ones before others.
+        return math.ceil(vocab / vocab_rows) % cores() != 0, -vocab_rows
 
-    for most_vocab in sorted(PARTS, key=by_preference):
+    for most_vocab in sorted(VOCAB_ROWS, key=by_preference):
         for most_rows in (256, 128):
             r, v = min(most_rows, rows), min(most_vocab, vocab)
-            blocks = r * (2 * x_gradient + SLOTS * float32_row) + v * (
-                4 * kernel_gradient + cast + total
-            )
-            products = (r + v) * SOME * 4
-            yield Blocks(r, v, blocks + r * v * LOGIT + products)
+            # The kernel and its gradient have two buffers each, and `x` has two.
+            x_bytes = r * (2 * x_row + SLOTS * float32_row)
+            kernel_bytes = v * (4 * kernel_row + cast_row + sum_row)
+            products = (r + v) * COLUMNS_AT_ONCE * 4
+            yield Blocks(r, v, x_bytes + kernel_bytes + r * v * LOGIT_BYTES + products)
 
 
 def first_fitting(candidates: Iterator[Blocks]) -> Blocks | None:
-    """The first, hence best, sizes of blocks that a core has room for; None if there are none."""
+    """The first of the candidates that a core has room for; None if there is none."""
     room = vmem_bytes(device_here().kind)
     for blocks in candidates:
         if blocks.used <= room:
@@ -80,14 +76,15 @@ def first_fitting(candidates: Iterator[Blocks]) -> Blocks | None:
 
 
 def _row_bytes(x: Any, kernel: Any, width: int) -> tuple[int, int, int]:
-    """The bytes in fast memory of a row of `x`, of one of the kernel, and of its cast to `x`'s.
+    """The bytes in fast memory of a row of `x`, of one of the kernel, and of the latter as `x`.
 
-    The last is zero where both have the same dtype.
+    The last is for the kernel's row in the dtype of `x`, and zero where both have the same.
     """
     numbers = _padded_to_lanes(width)
-    x_gradient = numbers * jnp.dtype(x.dtype).itemsize
-    kernel_gradient = numbers * jnp.dtype(kernel.dtype).itemsize
-    return x_gradient, kernel_gradient, x_gradient if x.dtype != kernel.dtype else 0
+    x_row = numbers * jnp.dtype(x.dtype).itemsize
+    kernel_row = numbers * jnp.dtype(kernel.dtype).itemsize
+    cast_row = x_row if x.dtype != kernel.dtype else 0
+    return x_row, kernel_row, cast_row
 
 
 def _padded_to_lanes(width: int) -> int:
