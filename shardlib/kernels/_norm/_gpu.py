@@ -1,11 +1,11 @@
 """RMSNorm and LayerNorm on a GPU: a row in registers, each array read once and written once.
 
 Forward is independent for each row. Backward also sums the gradients to scale and bias over all
-rows, for which a grid of warpgroups takes the rows in turns and keeps running sums:
+rows. For this, `B` warpgroups take the rows in turns and keep running sums:
 
-    block 0:  rows 0, B, 2B, ...      -> sums of block 0 --.
-    block 1:  rows 1, B + 1, ...      -> sums of block 1 --+--> added up by XLA
-    block B - 1: ...                  -> its sums        --'
+    warpgroup 0:      rows 0, B, 2B, ...      -> its sums --.
+    warpgroup 1:      rows 1, B + 1, ...      -> its sums --+--> added up by XLA
+    warpgroup B - 1:  ...                     -> its sums --'
 
 The running sums are in shared memory while a warpgroup works, or in the result itself where they
 do not fit. Rows are in `groups`, each of which has its own scale and bias (a `vmap` makes them).
@@ -40,8 +40,8 @@ from shardlib.kernels._rows import batched, grouped
 
 __all__ = ["backward", "forward", "refuses"]
 
-FEW = 8  # turns, at least, in which a warpgroup sums rows
-# Processors of a GPU, about. Each runs a few warpgroups, and each of those has sums of its own.
+FEWEST_TURNS = 8  # in which a warpgroup takes rows in backward
+# Multiprocessors of a GPU, about. Each runs a few warpgroups, which have sums of their own.
 PROCESSORS = 132
 
 
@@ -84,7 +84,7 @@ def _forward_of_groups(
 
     dtypes = [x.dtype, *(array.dtype for array in shared)]
     rows = RowLayout.choose(x.shape[-1], dtypes, simulated=simulated)
-    # Rows that are padded with zeros would have no norm: repeat the last one.
+    # With an epsilon of zero a row of zeros has no norm: padding repeats the last row.
     inputs = [rows.flatten(array, groups, mode="edge") for array in _present(x, residual)]
     kernel = _ForwardKernel(
         rows,
@@ -108,10 +108,10 @@ def _forward_of_groups(
 
 @dataclass(frozen=True)
 class _ForwardKernel:
-    """The program that norms a block of rows.
+    """The program that computes the norm of a block of rows.
 
-    Its references are to `inputs` arrays of rows, to what rows share, to `y`, to `h` if a residual
-    is added, and to shared memory for `h` if rows are streamed.
+    Its references are to `inputs` arrays of rows, to the scale and bias as far as there are such,
+    to `y`, to `h` if a residual is added, and to shared memory for `h` if rows are streamed.
     """
 
     rows: RowLayout
@@ -119,14 +119,14 @@ class _ForwardKernel:
     dtype: Any  # in which `h` is rounded
     inputs: int  # 1, or 2 with a residual
     scaled: bool
-    by_group: tuple[bool, ...]  # whether each group has its own, of each array that rows share
+    by_group: tuple[bool, ...]  # for scale and bias, whether each group has its own
 
     def __call__(self, group: Any, indices: list[jax.Array], *refs: Any) -> None:
         """Trace the program for the rows with these indices."""
         rows, shared_count = self.rows, len(self.by_group)
         sizes = (self.inputs, shared_count, 1, self.inputs - 1)
         inputs, shared_refs, (y_ref,), h_refs, staging = split_refs(refs, *sizes)
-        # All loads first: those of the second row are on their way while the first is computed.
+        # Loads come first: those of the second row are on their way while the first is computed.
         loaded = [[rows.load(ref, index) for ref in inputs] for index in indices]
         shared = []
         for ref, by_group in zip(shared_refs, self.by_group, strict=True):
@@ -141,7 +141,7 @@ class _ForwardKernel:
             rows.store((y_ref, index, y), *((ref, index, h) for ref in h_refs))
 
     def _add_rounded(self, h: jax.Array, residual: jax.Array) -> jax.Array:
-        """The sum, rounded as it is in memory: backward starts from the rounded one."""
+        """The sum, rounded as it will be in memory, since backward reads it rounded."""
         return as_float32((h + residual).astype(self.dtype))
 
     def _scale_and_shift(self, unit: Numbers, shared: Sequence[Numbers]) -> Numbers:
@@ -168,8 +168,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """The gradients to `x`, scale and bias; rows must be whole on the device.
 
-    Each warpgroup adds up the gradients of what rows share, in its shared memory. Arguments are
-    those of the reference; `simulated` runs the kernel in Pallas's interpreter.
+    Arguments are those of the reference; `simulated` runs the kernel in Pallas's interpreter.
     """
     run = partial(_backward_of_groups, Norm(epsilon, centred), biased, simulated)
     operands = (h, scale, gradient, h_gradient)
@@ -195,6 +194,9 @@ def _backward_of_groups(
 ) -> tuple[Any, ...]:
     """The backward of rows with `depth` batch dims first: the gradient to `x`, and sums over rows.
 
+    The sums are the gradient to the scale and that to the bias, as far as there are such, and are
+    `(*batch dims, row)`.
+
     Args:
         norm: which norm.
         biased: whether there is a bias, which needs a sum.
@@ -204,16 +206,13 @@ def _backward_of_groups(
         scale: a row for each element of the batch dims, or one for all, or None.
         gradient: that to the norm's output.
         h_gradient: the gradient to `h` from elsewhere, or None.
-
-    The sums, of the gradient to the scale and to the bias as far as there are such, are
-    `(*batch dims, row)`.
     """
     groups, (scale,) = grouped(depth, h, scale)
     dtypes = [array.dtype for array in _present(h, gradient, h_gradient, scale)]
     rows = RowLayout.choose(h.shape[-1], dtypes, simulated=simulated)
     count = h.size // rows.length // groups
     inputs = [rows.flatten(h, groups, mode="edge")]
-    # Rows that `flatten` adds have a gradient of zero, and so add nothing to the sums.
+    # Rows that `flatten` adds have a gradient of zero here, and so add nothing to the sums.
     inputs += [rows.flatten(array, groups) for array in _present(gradient, h_gradient)]
     sum_count = (scale is not None) + biased
     sums_memory, staging = _backward_scratch(rows, sum_count, h.dtype, gradient.dtype)
@@ -258,7 +257,7 @@ def _backward_scratch(
 ) -> tuple[list[Any], list[Any]]:
     """Shared memory of a warpgroup in backward: for its running sums, and for streamed rows.
 
-    Both are empty where they are not needed or do not fit; sums come before rows.
+    Both are empty where they are not needed or do not fit. Sums take what there is before rows do.
     """
     sums_memory: list[Any] = []
     if sum_count:
@@ -271,43 +270,43 @@ def _backward_scratch(
 def _count_blocks(rows: RowLayout, count: int, shared: int) -> int:
     """How many warpgroups share the rows of a group, if each needs so many bytes of shared memory.
 
-    As many as the GPU runs at once, but each has at least `FEW` turns, since each writes sums that
-    are read again: with `FEW` that is a third of all that moves, and less with more.
+    As many as the GPU runs at once, but each has `FEWEST_TURNS` or more. Each writes sums that XLA
+    reads again: with `FEWEST_TURNS` this is a third of all traffic, and less with more turns.
     """
-    turns_in_all = -(-count // rows.rows_held)
+    total_turns = -(-count // rows.rows_held)
     # Registers allow so many warpgroups on a processor, and shared memory may allow fewer.
     by_registers = 2 if rows.one_row_per_lane else 4
     at_once = min(by_registers, SHARED_BYTES // max(shared, 1))
-    turns = max(-(-turns_in_all // (PROCESSORS * at_once)), FEW)
-    return -(-turns_in_all // turns)
+    turns = max(-(-total_turns // (PROCESSORS * at_once)), FEWEST_TURNS)
+    return -(-total_turns // turns)
 
 
 @dataclass(frozen=True)
 class _Accumulators:
-    """Where a warpgroup adds up gradients over rows: an array, and the first of its rows in it.
+    """Where a warpgroup adds up gradients over rows.
 
-    There is one for each sum: that of the scale first, then that of the bias, as far as there
-    are such.
+    There is a reference and an index for each sum: that of the scale first, then that of the bias,
+    as far as there are such.
     """
 
     refs: Sequence[Any]
-    indices: Sequence[Any]
+    indices: Sequence[Any]  # the first row of the warpgroup's sum
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
-        """Each array with the index of this warpgroup's row."""
+        """Each reference with its index."""
         return list(zip(self.refs, self.indices, strict=True))
 
 
 @dataclass(frozen=True)
 class _BackwardRefs:
-    """The references of a backward program, by what they are to."""
+    """The references of a backward program, by name."""
 
     inputs: Sequence[Any]  # `h`, the gradient, and perhaps the gradient to `h` from elsewhere
     scale: Sequence[Any]  # one or none
     x: Any  # the gradient to `x`
-    sums: Sequence[Any]  # results: sums over this warpgroup's rows
-    sums_memory: Sequence[Any]  # the same in shared memory, if they fit: one array for all
+    sums: Sequence[Any]  # results: the sums of all warpgroups
+    sums_memory: Sequence[Any]  # this warpgroup's in shared memory, in one array, or none
     staging: Sequence[Any]  # shared memory for streamed rows
 
 
@@ -341,8 +340,8 @@ class _BackwardKernel:
         rows.store(*((ref, index, lambda piece: rows.full(0.0)) for ref, index in sums.pairs))
 
         def take_turn(turn: jax.Array, _: None) -> None:
-            # In the last turn there may be no rows left: what another warpgroup writes is not
-            # written a second time.
+            # In the last turn there may be no rows left: nothing is written then, since those rows
+            # are another warpgroup's.
             first = (block + turn * self.blocks) * rows.rows_held
             pl.when(first < self.padded_count)(
                 lambda: self._add_rows_from(first, group, named, sums)
@@ -358,7 +357,7 @@ class _BackwardKernel:
             rows.store(*writes)
 
     def _named(self, refs: Sequence[Any]) -> _BackwardRefs:
-        """Tell apart the references, which come in the order of this record's fields."""
+        """The references by name; they come in the order of the fields of `_BackwardRefs`."""
         sizes = (
             self.inputs,
             int(self.scaled),
@@ -386,7 +385,7 @@ class _BackwardKernel:
         often than its reductions require.
         """
         rows = self.rows
-        # Near the end of a group of short rows, some are done a second time.
+        # Near the end of a group of short rows, some are computed a second time.
         begin = jnp.minimum(first, self.padded_count - rows.rows_held)
         # Rows of all groups are in one array.
         index = group * self.padded_count + begin
@@ -405,8 +404,8 @@ class _BackwardKernel:
                 x_gradient,
                 h_gradient,
             )
-        # Rows that are done a second time count once.
-        counts = rows.row_indices(begin) >= first
+        # Rows that are computed a second time are added to the sums once.
+        is_new = rows.row_indices(begin) >= first
         summands = []
         if self.scaled:
             summands.append(piecewise(jnp.multiply, g, unit))
@@ -415,7 +414,7 @@ class _BackwardKernel:
         writes = []
         for (ref, own_index), summand in zip(sums.pairs, summands, strict=True):
             so_far = rows.load(ref, own_index, now=False)
-            total = piecewise(_add_counted, so_far, rows.without_repeats(summand), counts)
+            total = piecewise(_add_where, so_far, rows.without_repeats(summand), is_new)
             writes.append((ref, own_index, total))
         rows.store((refs.x, index, x_gradient), *writes)
 
@@ -446,9 +445,9 @@ def _unit_rows(rows: RowLayout, h: Numbers, norm: Norm) -> tuple[Numbers, jax.Ar
     return piecewise(jnp.multiply, h, inverse), inverse
 
 
-def _add_counted(so_far: jax.Array, x: jax.Array, counts: jax.Array) -> jax.Array:
-    """Add rows to a sum, except for those that do not count."""
-    return so_far + jnp.where(counts, x, jnp.zeros_like(x))
+def _add_where(so_far: jax.Array, x: jax.Array, is_added: jax.Array) -> jax.Array:
+    """Add those rows to a sum for which `is_added` is true."""
+    return so_far + jnp.where(is_added, x, jnp.zeros_like(x))
 
 
 def _present(*arrays: Any) -> list[Any]:

@@ -1,9 +1,9 @@
 """Masked, scaled softmax on a GPU: a row in registers, each array read once and written once.
 
-A mask is read as int8, and of it no more than there is: a mask that is the same for several rows
-has one row in memory, and `_mask_row` says which row of the mask belongs to a row of `x`. A causal
-mask is computed from positions. (Where each lane has a row of its own, a mask is broadcast to all
-rows first, so that a lane finds its part where it finds its row.)
+A mask is read as int8, and is not broadcast: where several rows share a row of the mask,
+`_mask_row` says which row of the mask belongs to a row of `x`. Only where each lane has a row of
+its own, the mask is broadcast to all rows first, and has the same indices as the rows. A causal
+mask is computed from positions.
 """
 
 import functools
@@ -90,7 +90,7 @@ def _forward_of_rows(
 
 @dataclass(frozen=True)
 class _Mask:
-    """What is left in of rows: by an array, by the causal rule, or by both.
+    """The mask of rows: an array, the causal mask, or both.
 
     The mask of a row is loaded and computed piece by piece, like the row.
     """
@@ -106,7 +106,7 @@ class _Mask:
         if self.where_shape is not None:
             if not layout.one_row_per_lane:
                 mask_index = _mask_row(index, self.lead, self.where_shape)
-            # A mask of one column says of each row whether any of it is left.
+            # A mask of one column says for each row whether all of it is kept or nothing.
             one_bool_a_row = self.where_shape[-1] < layout.length
             if not one_bool_a_row:
                 array = layout.load(refs[0], mask_index)
@@ -142,14 +142,14 @@ class _ForwardKernel:
 
     mask: _Mask
     scale: float
-    masks: int  # references that the mask has: the array and the offsets, as far as there are such
+    masks: int  # how many references the mask has: to an array, to offsets, or both
 
     def __call__(self, group: Any, indices: list[jax.Array], *refs: Any) -> None:
         """Trace the program for the rows with these indices."""
         del group
         layout = self.mask.layout
         (x_ref,), mask_refs, (y_ref,), staging = split_refs(refs, 1, self.masks, 1)
-        # All loads first: those of the second row are on their way while the first is computed.
+        # Loads come first: those of the second row are on their way while the first is computed.
         loaded = [layout.load(x_ref, index) for index in indices]
         for index, x in zip(indices, loaded, strict=True):
             z = piecewise(lambda x: as_float32(x) * self.scale, layout.stage(x, staging))
@@ -157,12 +157,12 @@ class _ForwardKernel:
             if self.masks:
                 kept = self.mask.load(index, mask_refs)
                 z = piecewise(lambda z, kept: jnp.where(kept, z, -jnp.inf), z, kept)
-            # Subtracted before `exp`, which then is at most one.
+            # It is subtracted before `exp`, which then is at most one.
             highest = layout.maximum(z)
             e = piecewise(lambda z, highest: jnp.exp(z - highest), z, highest)
             y = piecewise(jnp.divide, e, layout.total(e))
             if kept is not None:
-                # A row of which nothing is left is nan so far.
+                # A row that is masked as a whole is nan so far.
                 y = piecewise(lambda y, kept: jnp.where(kept, y, jnp.zeros_like(y)), y, kept)
             layout.store((y_ref, index, y))
 
@@ -206,8 +206,8 @@ def _backward_of_rows(
 def _mask_row(index: jax.Array, lead: Sequence[int], where_shape: tuple[int, ...]) -> jax.Array:
     """Which row of the mask belongs to a row of `x`.
 
-    The row's index is taken apart into its place along each dim, from the last to the first, and
-    those along which the mask changes are put together again.
+    The row's index is split into an index along each dim, from the last dim to the first. Those
+    along which the mask changes make the index in the mask.
     """
     mask_index, quotient, stride = jnp.int32(0), index, 1
     for size, where_size in zip(reversed(lead), reversed(where_shape[:-1]), strict=True):
