@@ -285,7 +285,7 @@ def test_every_row_of_a_group_has_a_place_or_is_in_one_tile(rows, groups):
         for group, own in enumerate(np.asarray(placed)):
             assert (expected[own[own > 0] - 1] == group).all()
         found = places.by_row(placed[..., None])
-        for number in range(int(places.tiles_left[-1])):
+        for number in range(int(places.tile_ends[-1])):
             tile = places.tile(jnp.int32(number))
             own = tile.read(x)[:, 0]
             assert (expected[own[own > 0] - 1] == tile.group).all()

@@ -5,12 +5,13 @@ A result is computed in tiles of 128 x 256, each of one group:
     rows       y[rows of a tile]  =  x[rows of a tile]  @  w[group]           a step: 64 features
     matrices   of_w[group]        =  x[rows of group].T @  gradient[rows]     a step: 64 rows
 
-A program takes a tile after another. Its warpgroups share the work: one copies the operands of the
-next steps to shared memory, also those of its next tile, and two multiply, each 128 columns.
+A program takes one tile after another. Its warpgroups share the work: two multiply, each 128
+columns, and one copies the operands of the next steps to shared memory, across the end of a tile to
+the steps of the next one.
 
 Copies start at a multiple of eight rows, and groups start anywhere. So the first tile of a group
-starts up to seven rows before it, and rows of other groups are left out: as rows of a tile they are
-not written, and in sums over rows they are replaced by zeros.
+starts up to seven rows before the group. Rows of other groups are left out: as rows of a tile they
+are not written, and in sums over rows they are replaced by zeros.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ MULTIPLYING = 2  # warpgroups, side by side
 STEP = 64  # features or rows that are multiplied at a time: 128 bytes of each row
 ALIGNED = 8  # rows: copies start at a multiple of these
 STAGES = 4
-TOGETHER = 8  # tiles above each other that are computed at the same time: they share matrices
+SNAKE_WIDTH = 8  # tiles above each other that are computed at the same time: they share matrices
 PROGRAMS = 132  # as many as a Hopper GPU has multiprocessors
 
 
@@ -109,7 +110,7 @@ def _matrices(simulated: bool, x: jax.Array, gradient: jax.Array, sizes: jax.Arr
 
 
 def _whole_rows(x: jax.Array) -> jax.Array:
-    """The rows, with zeros after them: a tile at least, and a multiple of what copies start at."""
+    """The rows, padded with zeros to a tile at least, and to a multiple of `ALIGNED`."""
     count = x.shape[0]
     missing = max(ROWS, count + -count % ALIGNED) - count
     return jnp.pad(x, ((0, missing), (0, 0))) if missing else x
@@ -118,22 +119,26 @@ def _whole_rows(x: jax.Array) -> jax.Array:
 def _row_tiles(sizes: jax.Array, rows: int) -> jax.Array:
     """The tiles of rows, (tiles, 4): the group, the first row, and which rows are the group's.
 
-    The latter are the first one and the one after the last, counted from the first row of the tile.
-    There are as many tiles as any sizes need; those that are left have no rows.
+    The last two columns are the first row of the group and the one after its last, both counted
+    from the first row of the tile. The number of tiles is the most that any sizes need; tiles that
+    are not needed have no rows.
     """
     count = sizes.shape[0]
+    # A group's first tile begins up to `ALIGNED - 1` rows early, and its last tile may lack all
+    # rows but one.
     most = (rows + count * (ROWS + ALIGNED - 2)) // ROWS
     ends = jnp.cumsum(sizes)
     starts = ends - sizes
-    first = starts // ALIGNED * ALIGNED
-    tiles = jnp.where(sizes > 0, -(-(ends - first) // ROWS), 0)
-    last = jnp.cumsum(tiles)
+    aligned_starts = starts // ALIGNED * ALIGNED
+    tile_counts = jnp.where(sizes > 0, -(-(ends - aligned_starts) // ROWS), 0)
+    tile_ends = jnp.cumsum(tile_counts)
     tile = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.searchsorted(last, tile, side="right").astype(jnp.int32)
+    group = jnp.searchsorted(tile_ends, tile, side="right").astype(jnp.int32)
     exists = group < count
     group = jnp.minimum(group, count - 1)
-    first_own = first[group] + ROWS * (tile - last[group] + tiles[group])
-    # A tile does not go beyond the last row: it begins earlier, and has rows of the one before.
+    tile_of_group = tile - tile_ends[group] + tile_counts[group]
+    first_own = aligned_starts[group] + ROWS * tile_of_group
+    # No tile goes beyond the last row. It begins earlier instead, with rows of the tile before.
     row = jnp.minimum(first_own, rows - ROWS)
     begin = jnp.maximum(starts[group], first_own) - row
     end = jnp.where(exists, jnp.minimum(ends[group] - row, ROWS), begin)
@@ -144,14 +149,14 @@ def _row_tiles(sizes: jax.Array, rows: int) -> jax.Array:
 class _Tile:
     """A tile that a program computes.
 
-    - `steps`: in how many steps; none if there is nothing to compute.
-    - `column`: its place among tiles that are side by side.
-    - `parts`: from a step to the parts of the operands that it multiplies: one of the first, and
-      one of the second for each multiplying warpgroup.
+    - `steps`: how many steps it takes; zero if there is nothing to compute.
+    - `column`: its index among tiles that are side by side.
+    - `parts`: called with the index of a step; gives the parts of the operands that the step
+      multiplies: one of the first, and one of the second for each multiplying warpgroup.
     - `write`: called with a warpgroup's number, its result and shared memory.
     - `exists`: whether it has anything to write.
-    - `counts`: from a step to the first of its rows that counts, and the one after the last; None
-      where all do.
+    - `group_rows`: called with the index of a step; gives the first of the step's rows that is the
+      group's, and the one after the last. None where all are summed over.
     """
 
     steps: jax.Array
@@ -159,7 +164,7 @@ class _Tile:
     parts: Callable[[jax.Array], Sequence[Any]]
     write: Callable[[int, jax.Array, Staging], None]
     exists: Any = True
-    counts: Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    group_rows: Callable[[jax.Array], tuple[jax.Array, jax.Array]] | None = None
 
     def first_column(self, warpgroup: int) -> jax.Array:
         """The first column of a warpgroup's part."""
@@ -187,21 +192,22 @@ class _RowProduct:
         return self.row_tiles * pl.cdiv(self.columns, MULTIPLYING * COLUMNS)
 
     def tile(self, number: jax.Array, tiles: Any, x: Any, w: Any, y: Any) -> _Tile:
-        """A tile by its number; the others are the references of the kernel."""
-        beside = pl.cdiv(self.columns, MULTIPLYING * COLUMNS)
-        index, column = plgpu.planar_snake(number, (self.row_tiles, beside), 0, TOGETHER)
+        """A tile by its number; the other arguments are the references of the kernel."""
+        column_tiles = pl.cdiv(self.columns, MULTIPLYING * COLUMNS)
+        shape = (self.row_tiles, column_tiles)
+        index, column = plgpu.planar_snake(number, shape, 0, SNAKE_WIDTH)
         group, row, begin, end = (tiles[index, k] for k in range(4))
         row = pl.multiple_of(row, ALIGNED)
         exists = begin < end
 
         def parts(k: jax.Array) -> list[Any]:
             features = pl.ds(k * STEP, STEP)
-            found = [x.at[pl.ds(row, ROWS), features]]
-            for one in range(MULTIPLYING):
-                columns = _columns(column, one, self.columns)
+            operands = [x.at[pl.ds(row, ROWS), features]]
+            for warpgroup in range(MULTIPLYING):
+                columns = _columns(column, warpgroup, self.columns)
                 where = (columns, features) if self.transposed else (features, columns)
-                found.append(w.at[(group, *where)])
-            return found
+                operands.append(w.at[(group, *where)])
+            return operands
 
         def write(warpgroup: int, z: jax.Array, staging: Staging) -> None:
             for i in range(0, ROWS, QUARTER):
@@ -225,36 +231,37 @@ class _MatrixProduct:
     b_is_transposed = False
 
     @property
-    def of_group(self) -> tuple[int, int]:
-        """How many tiles a group's matrix has, above each other and side by side."""
+    def group_shape(self) -> tuple[int, int]:
+        """How many tiles a group's matrix has along its features, and along its columns."""
         return pl.cdiv(self.features, ROWS), pl.cdiv(self.columns, MULTIPLYING * COLUMNS)
 
     @property
     def tiles(self) -> int:
         """How many tiles the result has."""
-        above, beside = self.of_group
-        return self.groups * above * beside
+        feature_tiles, column_tiles = self.group_shape
+        return self.groups * feature_tiles * column_tiles
 
     def tile(self, number: jax.Array, groups: Any, x: Any, gradient: Any, of_w: Any) -> _Tile:
-        """A tile by its number; the others are the references of the kernel."""
-        above, beside = self.of_group
-        group = lax.div(number, above * beside)
-        feature, column = plgpu.planar_snake(
-            lax.rem(number, above * beside), (above, beside), 0, TOGETHER
-        )
+        """A tile by its number; the other arguments are the references of the kernel."""
+        feature_tiles, column_tiles = self.group_shape
+        tiles_per_group = feature_tiles * column_tiles
+        group = lax.div(number, tiles_per_group)
+        number_in_group = lax.rem(number, tiles_per_group)
+        shape = (feature_tiles, column_tiles)
+        feature, column = plgpu.planar_snake(number_in_group, shape, 0, SNAKE_WIDTH)
         first, start, end = (groups[group, k] for k in range(3))
 
         def row_of(k: jax.Array) -> jax.Array:
-            # A step does not go beyond the last row: it begins earlier.
+            # No step goes beyond the last row: it begins earlier instead.
             row = jnp.minimum(first + k * STEP, x.shape[0] - STEP)
             return pl.multiple_of(row, ALIGNED)
 
         def parts(k: jax.Array) -> list[Any]:
             rows = pl.ds(row_of(k), STEP)
-            found = [x.at[rows, pl.ds(feature * ROWS, ROWS)]]
-            for one in range(MULTIPLYING):
-                found.append(gradient.at[rows, _columns(column, one, self.columns)])
-            return found
+            operands = [x.at[rows, pl.ds(feature * ROWS, ROWS)]]
+            for warpgroup in range(MULTIPLYING):
+                operands.append(gradient.at[rows, _columns(column, warpgroup, self.columns)])
+            return operands
 
         def write(warpgroup: int, z: jax.Array, staging: Staging) -> None:
             for i in range(0, ROWS, QUARTER):
@@ -264,12 +271,13 @@ class _MatrixProduct:
                     part = z[i : i + QUARTER, j : j + QUARTER]
                     staging.write(part, of_w.at[group, rows, columns])
 
-        def counts(k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def group_rows(k: jax.Array) -> tuple[jax.Array, jax.Array]:
             row = row_of(k)
+            # A step that begins earlier has rows of the step before, which are not summed again.
             return jnp.maximum(start, first + k * STEP) - row, end - row
 
         steps = jnp.where(start < end, lax.div(end - first + (STEP - 1), STEP), 0)
-        return _Tile(steps, column, parts, write, counts=counts)
+        return _Tile(steps, column, parts, write, group_rows=group_rows)
 
 
 def _first_column(column: jax.Array, warpgroup: int) -> jax.Array:
@@ -280,7 +288,7 @@ def _first_column(column: jax.Array, warpgroup: int) -> jax.Array:
 def _columns(column: jax.Array, warpgroup: int, count: int) -> Any:
     """The columns that a warpgroup reads for its part of a tile.
 
-    Where it has none, because a last tile is half of one, it reads the last ones.
+    Where it has none, because the last tile is only half as wide, it reads the last columns.
     """
     return pl.ds(jnp.minimum(_first_column(column, warpgroup), count - COLUMNS), COLUMNS)
 
@@ -298,8 +306,8 @@ def _run(
     Args:
         product: what is multiplied.
         name: of the kernel.
-        a_shape: of what a step has of the first operand.
-        b_shape: of what it has of the second, for each multiplying warpgroup.
+        a_shape: the shape of a step's part of the first operand.
+        b_shape: that of the second operand, for each multiplying warpgroup.
         out: the shape and dtype of the result.
         simulated: whether an interpreter runs the kernel.
     """
@@ -314,7 +322,7 @@ def _run(
         ],
         "ready": plgpu.Barrier(num_arrivals=1 + MULTIPLYING, num_barriers=STAGES),
         "free": plgpu.Barrier(num_arrivals=MULTIPLYING, num_barriers=STAGES),
-        "replaced": plgpu.Barrier(num_arrivals=MULTIPLYING),
+        "rows_zeroed": plgpu.Barrier(num_arrivals=MULTIPLYING),
         "swizzled": plgpu.SMEM(quarter, out.dtype, transforms=transforms),
         "plain": plgpu.SMEM(quarter, out.dtype),
     }
@@ -340,27 +348,27 @@ def _program(
     own_tiles = lax.div(product.tiles - program + (PROGRAMS - 1), PROGRAMS)
 
     def over_tiles(compute: Callable[[_Tile, jax.Array], None]) -> None:
-        """Call a function with each tile, and with the number of steps before it."""
+        """Call a function with each of the program's tiles, and the number of steps before it."""
 
-        def one(k: jax.Array, before: jax.Array) -> jax.Array:
+        def take_tile(k: jax.Array, before: jax.Array) -> jax.Array:
             tile = product.tile(program + k * PROGRAMS, *refs)
             compute(tile, before)
             return before + tile.steps
 
-        lax.fori_loop(0, own_tiles, one, jnp.int32(0))
+        lax.fori_loop(0, own_tiles, take_tile, jnp.int32(0))
 
     @pl.when(group == MULTIPLYING)
     def _() -> None:
         set_registers(simulated, FEW_REGISTERS)
         over_tiles(lambda tile, before: ring.copy_in(tile.steps, tile.parts, before))
 
-    for one in range(MULTIPLYING):
+    for warpgroup in range(MULTIPLYING):
 
-        @pl.when(group == one)
-        def _(one: int = one) -> None:
+        @pl.when(group == warpgroup)
+        def _(warpgroup: int = warpgroup) -> None:
             set_registers(simulated, MANY_REGISTERS)
-            staging = Staging(shared["swizzled"].at[one], shared["plain"].at[one])
-            multiply = _Multiply(product, ring, one, shared["replaced"], simulated)
+            staging = Staging(shared["swizzled"].at[warpgroup], shared["plain"].at[warpgroup])
+            multiply = _Multiply(product, ring, warpgroup, shared["rows_zeroed"], simulated)
 
             def compute(tile: _Tile, before: jax.Array) -> None:
                 @pl.when(tile.exists)
@@ -369,8 +377,8 @@ def _program(
                         lambda total: multiply.run(total, tile, before),
                         plgpu.WGMMAAccumulatorRef((ROWS, COLUMNS), jnp.float32),
                     )
-                    has_columns = tile.first_column(one) < product.columns
-                    pl.when(has_columns)(lambda: tile.write(one, z, staging))
+                    has_columns = tile.first_column(warpgroup) < product.columns
+                    pl.when(has_columns)(lambda: tile.write(warpgroup, z, staging))
 
             over_tiles(compute)
             plgpu.wait_smem_to_gmem(0)
@@ -383,14 +391,14 @@ class _Multiply:
     product: _RowProduct | _MatrixProduct
     ring: Ring
     warpgroup: int
-    replaced: Any  # a barrier: both warpgroups have replaced the rows of other groups
+    rows_zeroed: Any  # a barrier: both warpgroups have set the rows of other groups to zero
     simulated: bool
 
     def run(self, total: Any, tile: _Tile, before: jax.Array) -> jax.Array:
         """The warpgroup's part of a tile, accumulated in registers.
 
-        The matrix unit works on one step while the next is issued, so that a buffer is free only
-        when the step after it has begun.
+        The next step is issued while the matrix unit works on one, so a step's buffer is freed only
+        after the next step is issued, and the last one's after all steps.
         """
         ring = self.ring
         a_smem, b_smem = ring.buffers[0], ring.buffers[1 + self.warpgroup]
@@ -400,8 +408,8 @@ class _Multiply:
             slot = ring.slot(before + k)
             plgpu.barrier_wait(ring.ready.at[slot])
             a, b = a_smem.at[slot], b_smem.at[slot]
-            if tile.counts is not None:
-                self._replace_others(a, b, *tile.counts(k))
+            if tile.group_rows is not None:
+                self._zero_other_groups(a, b, *tile.group_rows(k))
             if self.product.a_is_transposed:
                 a = a.transpose((1, 0))
             if self.product.b_is_transposed:
@@ -411,37 +419,37 @@ class _Multiply:
             # The buffer of the step before may be filled again.
             pl.when(k > 0)(lambda: plgpu.barrier_arrive(ring.free.at[ring.slot(before + k - 1)]))
 
+        # Reading the sum waits for the last step.
         z = total[...]
-        # The last step is done too.
         last = ring.slot(before + tile.steps - 1)
         pl.when(tile.steps > 0)(lambda: plgpu.barrier_arrive(ring.free.at[last]))
         return z
 
-    def _replace_others(self, a: Any, b: Any, begin: jax.Array, end: jax.Array) -> None:
-        """Replace rows that are not the group's by zeros, in both operands.
+    def _zero_other_groups(self, a: Any, b: Any, begin: jax.Array, end: jax.Array) -> None:
+        """Set rows that are not the group's to zero, in both operands.
 
-        They may hold anything, so that zeros in one operand would not do. The first operand is that
-        of both warpgroups: the first one replaces its rows, and both wait.
+        They may hold anything, even nan, so zeros in one operand are not enough. Both warpgroups
+        read the first operand: the first warpgroup sets its rows, and the other one waits for it.
         """
 
         @pl.when((begin > 0) | (end < STEP))
         def _() -> None:
-            # Products that are on their way may read what is in shared memory.
+            # Products that are not complete may still read shared memory.
             plgpu.wgmma_wait(0)
-            self._replace(b, begin, end)
+            self._zero_outside(b, begin, end)
             if self.warpgroup == 0:
-                self._replace(a, begin, end)
+                self._zero_outside(a, begin, end)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(self.replaced)
-            plgpu.barrier_wait(self.replaced)
+            plgpu.barrier_arrive(self.rows_zeroed)
+            plgpu.barrier_wait(self.rows_zeroed)
 
-    def _replace(self, ref: Any, begin: jax.Array, end: jax.Array) -> None:
-        """Replace the rows of one operand before `begin` and from `end` on."""
+    def _zero_outside(self, ref: Any, begin: jax.Array, end: jax.Array) -> None:
+        """Set the rows of an operand before `begin` and from `end` on to zero."""
         if self.simulated:
             x, row = ref[...], lax.broadcasted_iota(jnp.int32, ref.shape, 0)
         else:
             layout = plgpu.Layout.WGMMA
             x = plgpu.load(ref, *INDEX, layout=layout)
             row = plgpu.broadcasted_iota(jnp.int32, ref.shape, 0, layout=layout)
-        counts = (row >= begin) & (row < end)
-        ref[...] = jnp.where(counts, x, jnp.zeros_like(x))
+        is_kept = (row >= begin) & (row < end)
+        ref[...] = jnp.where(is_kept, x, jnp.zeros_like(x))

@@ -1,9 +1,10 @@
 """How a kernel for GPUs writes some rows of a tile: from registers, through shared memory.
 
-A tile goes to memory in quarters. Where all rows of a quarter belong to the tile's group it is
-copied as a whole. Elsewhere as many rows as a sum of powers of two are, each power by a copy:
+A tile is copied to memory in quarters. A quarter whose rows all belong to the tile's group is
+copied as a whole. Of another one the group's rows are copied, in several copies whose numbers of
+rows are powers of two, since a copy has a fixed length:
 
-    quarter of 64 rows, of which rows 3 to 24 count:   copies of 16, 4 and 1 rows, from 3, 19, 23
+    of a quarter's 64 rows, 3 to 23 are the group's:   copies of 16, 4 and 1 rows, from 3, 19, 23
 """
 
 from dataclasses import dataclass
@@ -19,14 +20,14 @@ QUARTER = 64  # rows and columns that are written at a time
 
 @dataclass(frozen=True)
 class SomeColumns:
-    """Some columns of an array from a row on."""
+    """Some columns of an array, from its row `first` on."""
 
     array: Any
     first: jax.Array
     columns: Any
 
     def part(self, offset: Any, count: int) -> Any:
-        """A number of rows, `offset` rows after the first."""
+        """`count` rows, from `offset` rows after the first."""
         return self.array.at[pl.ds(self.first + offset, count), self.columns]
 
 
@@ -34,8 +35,8 @@ class SomeColumns:
 class Staging:
     """Shared memory of a warpgroup, from which results are copied to memory.
 
-    - `swizzled`: laid out such that registers reach it fast; it is copied as a whole.
-    - `plain`: laid out row by row, so that any rows of it can be copied.
+    - `swizzled`: laid out so that registers are written to it fast; it is copied as a whole.
+    - `plain`: laid out row by row, so that any of its rows can be copied.
     """
 
     swizzled: Any
@@ -43,13 +44,17 @@ class Staging:
 
     def write(self, z: jax.Array, out: Any) -> None:
         """Copy a quarter of a result to memory."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what is still on its way from here
+        # Earlier copies from shared memory must have read it.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.swizzled[...] = z.astype(self.swizzled.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.swizzled, out)
 
     def write_rows(self, z: jax.Array, out: SomeColumns, begin: jax.Array, end: jax.Array) -> None:
-        """Copy the rows of a quarter from `begin` to `end`, of which it may have some or none."""
+        """Copy the rows of a quarter from `begin` to before `end`.
+
+        Both may be outside the quarter, of which then only some rows are copied, or none.
+        """
         whole = (begin <= 0) & (end >= QUARTER)
         pl.when(whole)(lambda: self.write(z, out.part(0, QUARTER)))
         begin, end = jnp.maximum(begin, 0), jnp.minimum(end, QUARTER)
@@ -59,7 +64,7 @@ class Staging:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.plain[...] = z.astype(self.plain.dtype)
             plgpu.commit_smem()
-            # A copy has a fixed length: any number of rows is a sum of powers of two.
+            # The bits of the number of rows say which copies are made.
             first, count = begin, QUARTER // 2
             while count:
                 is_copied = ((end - begin) & count) != 0

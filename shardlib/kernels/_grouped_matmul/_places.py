@@ -4,9 +4,10 @@
     group 1   [ . . . . ]  . . . .  . .        rows beyond a group's places are tiles of their own
     group 2   [ . .     ]
 
-Every group has as many places as an even load has rows. So the first rows of all groups are one
-product with all matrices, as large as that of all rows. What is left of a group is taken in tiles
-as long as its places, as many as there are: none where loads are even.
+Every group has as many places as it would have rows under an even load. So the first rows of all
+groups are one batched product with all matrices, as large as the product of all rows. Further rows
+of a group are multiplied in tiles, which are as long as its places: there are none where loads are
+even.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Places of a group are rounded up to a multiple of it, where there are as many rows.
+# The places of a group are rounded up to a multiple of this, but never beyond the rows there are.
 ROUND = 8
 
 
@@ -55,11 +56,11 @@ class Places:
 
     @property
     def _is_one_group(self) -> bool:
-        """Whether there is one group, whose rows are in their places as they are."""
+        """Whether there is one group, whose rows are in their places already."""
         return self.sizes.shape[0] == 1
 
     def placed(self, x: jax.Array) -> jax.Array:
-        """The rows in their places, (groups, places, width), with zeros where there are none."""
+        """The rows in their places, (groups, places, width), with zeros in places without a row."""
         if self._is_one_group:
             return only_grouped(x, self.sizes)[None]
         place = jnp.arange(self.per_group, dtype=jnp.int32)
@@ -81,30 +82,31 @@ class Places:
         return jnp.where(has_place[:, None], found, jnp.zeros_like(found))
 
     @property
-    def tiles_left(self) -> jax.Array:
-        """How many tiles of each group, and of those before it, are beyond its places."""
+    def tile_ends(self) -> jax.Array:
+        """The number of the tile after each group's last one, of tiles of rows without places."""
         left = jnp.maximum(self.sizes.astype(jnp.int32) - self.per_group, 0)
         return jnp.cumsum(-(-left // self.per_group))
 
     def tile(self, number: jax.Array) -> "Tile":
         """A tile of rows that have no place, by its number."""
-        tiles = self.tiles_left
-        group = jnp.searchsorted(tiles, number, side="right").astype(jnp.int32)
-        before = jnp.where(group > 0, tiles[group - 1], 0)
-        first = self.starts[group] + self.per_group * (1 + number - before)
-        last = jnp.minimum(first + self.per_group, self.ends[group])
-        # A slice does not go beyond the end of an array.
+        tile_ends = self.tile_ends
+        group = jnp.searchsorted(tile_ends, number, side="right").astype(jnp.int32)
+        first_tile = jnp.where(group > 0, tile_ends[group - 1], 0)
+        # The first rows of the group, as many as a tile has, are in its places.
+        first = self.starts[group] + self.per_group * (1 + number - first_tile)
+        end = jnp.minimum(first + self.per_group, self.ends[group])
+        # A slice must not go beyond the end of an array.
         start = jnp.minimum(first, self.rows - self.per_group)
         row = start + lax.broadcasted_iota(jnp.int32, (self.per_group, 1), 0)
-        return Tile(group, start, (row >= first) & (row < last))
+        return Tile(group, start, (row >= first) & (row < end))
 
 
 class Tile(NamedTuple):
-    """Rows of one group.
+    """Rows of one group that have no place.
 
-    - `group`: its number.
-    - `start`: the first row of a slice that has them.
-    - `own`: (rows of the slice, 1), which of its rows are of the tile.
+    - `group`: the index of the group.
+    - `start`: the first row of the slice of an array that has the tile's rows.
+    - `own`: (rows of the slice, 1), which rows of the slice are the tile's.
     """
 
     group: jax.Array
@@ -112,12 +114,12 @@ class Tile(NamedTuple):
     own: jax.Array
 
     def read(self, x: jax.Array) -> jax.Array:
-        """Its rows of an array, with zeros for other rows of the slice."""
+        """The tile's rows of an array, with zeros for other rows of the slice."""
         rows = lax.dynamic_slice_in_dim(x, self.start, self.own.shape[0])
         return jnp.where(self.own, rows, jnp.zeros_like(rows))
 
     def write(self, y: jax.Array, rows: jax.Array) -> jax.Array:
-        """The array with its rows replaced; others of the slice stay as they are."""
+        """The array with the tile's rows replaced; other rows of the slice stay as they are."""
         before = lax.dynamic_slice_in_dim(y, self.start, self.own.shape[0])
         rows = jnp.where(self.own, rows.astype(y.dtype), before)
         return lax.dynamic_update_slice_in_dim(y, rows, self.start, 0)

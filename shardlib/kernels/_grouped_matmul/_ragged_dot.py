@@ -1,8 +1,7 @@
 """Grouped products by `jax.lax.ragged_dot`.
 
-Compilers for CPUs and GPUs make dense products of it, of all rows with all matrices. Rows that
-belong to no group are zeros in the result. They are masked here, since backends differ in what they
-leave there.
+For CPUs and GPUs it is compiled to dense products of all rows with all matrices. Rows of no group
+are zeros in the result. They are masked here, since backends differ in what they leave there.
 """
 
 from typing import Any
@@ -38,7 +37,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients to the rows and to the matrices."""
     of_x = lax.ragged_dot(gradient, w.mT, sizes, preferred_element_type=wide(x))
-    # Where a sum runs over all rows, those of no group may hold anything on both sides.
+    # This sum runs over all rows. Those of no group may hold anything, in both operands.
     x, gradient = only_grouped(x, sizes), only_grouped(gradient, sizes)
     of_w: Any = lax.ragged_dot_general(
         x, gradient, sizes, _BY_GROUP, preferred_element_type=wide(x)

@@ -1,7 +1,7 @@
 """Grouped products in plain JAX: the specification of the op.
 
-The first rows of all groups are multiplied at once, as many of each as an even load has. Rows
-beyond these are multiplied in a loop, which does not run where loads are even: see `_places`.
+The first rows of all groups are multiplied at once, as many of each as under an even load. Further
+rows are multiplied in a loop, which does not run where loads are even: see `_places`.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         return tile.write(y, _product("rf,fc->rc", tile.read(x), w[tile.group]))
 
     placed = _product("gpf,gfc->gpc", places.placed(x), w).astype(x.dtype)
-    return _with_tiles_left(places, add_tile, places.by_row(placed))
+    return _add_further_tiles(places, add_tile, places.by_row(placed))
 
 
 def backward(
@@ -49,7 +49,7 @@ def backward(
     of_y = places.placed(gradient)
     of_x = _product("gpc,gfc->gpf", of_y, w).astype(x.dtype)
     of_w = _product("gpf,gpc->gfc", places.placed(x), of_y)
-    of_x, of_w = _with_tiles_left(places, add_tile, (places.by_row(of_x), of_w))
+    of_x, of_w = _add_further_tiles(places, add_tile, (places.by_row(of_x), of_w))
     return of_x, of_w.astype(w.dtype)
 
 
@@ -59,12 +59,12 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, a, b, preferred_element_type=wide)
 
 
-def _with_tiles_left(places: Places, add_tile: Callable[[Tile, Any], Any], carry: Any) -> Any:
+def _add_further_tiles(places: Places, add_tile: Callable[[Tile, Any], Any], carry: Any) -> Any:
     """The result of all places, with what each tile of rows beyond them adds to it."""
     if places.per_group == places.rows:
         return carry
-    number = places.tiles_left[-1]
-    axes = varying(number).union(*map(varying, jax.tree.leaves(carry)))
+    count = places.tile_ends[-1]
+    axes = varying(count).union(*map(varying, jax.tree.leaves(carry)))
 
     def add(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         k, carry = state
@@ -72,5 +72,5 @@ def _with_tiles_left(places: Places, add_tile: Callable[[Tile, Any], Any], carry
 
     start = jax.tree.map(lambda x: as_varying(x, axes), (jnp.int32(0), carry))
     with jax.named_scope(IF_UNEVEN):
-        _, carry = lax.while_loop(lambda state: state[0] < number, add, start)
+        _, carry = lax.while_loop(lambda state: state[0] < count, add, start)
     return carry

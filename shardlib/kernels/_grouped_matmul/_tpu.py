@@ -1,7 +1,7 @@
 """Grouped products on a TPU, by the kernels `megablox` that come with JAX.
 
-A tile of rows that two groups share is multiplied with both matrices, and each row is stored from
-its own. Tiles after the last group are not computed at all.
+A tile of rows that two groups share is multiplied with both matrices, and of each product only the
+rows of its group are stored. Tiles after the last group are not computed.
 """
 
 import importlib
@@ -15,13 +15,13 @@ from shardlib.kernels._choice import Task
 from shardlib.kernels._grouped_matmul._places import only_grouped
 from shardlib.kernels._tpu import refuses_dtypes
 
-# By its full name: the package has a function of the same name.
+# The module is imported by its full name, since the package has a function `gmm` too.
 _megablox: Any = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
-# Rows, features and columns of a tile, at most. In bfloat16 a kernel has 11 MiB of these in fast
-# memory, each operand twice.
+# Rows, features and columns of a tile, at most. In bfloat16 these take 11 MiB of fast memory, with
+# two buffers for each operand.
 TILE = (512, 1024, 1024)
-# Of float32, which takes twice as much.
+# The same for float32, whose numbers take twice as much.
 WIDE_TILE = (512, 512, 512)
 LANES = 128
 
@@ -106,6 +106,6 @@ def _whole_tiles(x: jax.Array) -> jax.Array:
 def _tile(x: jax.Array, features: int, columns: int) -> tuple[int, int, int]:
     """The rows, features and columns of a tile."""
     most_rows, most_features, most_columns = TILE if x.dtype.itemsize == 2 else WIDE_TILE
-    # Tiles divide the rows.
+    # Tiles must divide the rows.
     rows = math.gcd(x.shape[0], most_rows)
     return rows, min(features, most_features), min(columns, most_columns)
