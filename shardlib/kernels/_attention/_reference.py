@@ -157,7 +157,7 @@ def _add_pair(scores: "_Scores", padded: _Padded, sums: _Sums, pair: Any) -> _Su
 def _with_scores(sums: _Sums, z: jax.Array, v: jax.Array) -> _Sums:
     """The sums of some queries with scores of further keys, bgrqk, and the values of these."""
     highest = jnp.maximum(sums.highest, _queries_second(z.max(-1)))
-    # Where nothing was seen yet, the difference of two infinities would be no number.
+    # Where nothing was seen yet, the difference of two infinities would be nan.
     reference = jnp.where(highest == -jnp.inf, 0, highest)
     # What was summed up so far was relative to a lower score.
     rescale = jnp.exp(sums.highest - reference)
@@ -222,8 +222,8 @@ def softmax_residuals(
 ) -> tuple[jax.Array, jax.Array]:
     """The log-sum-exp and `delta = dy . y - dlse`, for backward; both (batch, queries, heads).
 
-    A query that saw nothing has zeros: its scores have no exponentials that could be made again,
-    and what its caller made of minus infinity must not reach any key.
+    For a query that saw nothing both are zero. Its log-sum-exp is minus infinity, from which no
+    exponentials can be made again, and the gradient to that may be nan, which must reach no key.
 
     Args:
         results: the output and the log-sum-exp.
@@ -240,7 +240,7 @@ def softmax_residuals(
 def sink_gradient(sinks: jax.Array | None, lse: jax.Array, delta: jax.Array) -> jax.Array | None:
     """The gradient to the sinks, wide; None without sinks.
 
-    A sink's share of a query, `exp(sink - lse)`, takes part in no value.
+    A sink's softmax weight, `exp(sink - lse)`, has no value to be multiplied by.
 
     Args:
         sinks: (heads,), or None.
@@ -249,8 +249,8 @@ def sink_gradient(sinks: jax.Array | None, lse: jax.Array, delta: jax.Array) -> 
     """
     if sinks is None:
         return None
-    share = jnp.exp(sinks.astype(lse.dtype) - lse)
-    return -(share * delta).sum((0, 1))
+    weight = jnp.exp(sinks.astype(lse.dtype) - lse)
+    return -(weight * delta).sum((0, 1))
 
 
 class _BackwardOperands(NamedTuple):
@@ -311,10 +311,10 @@ def _add_gradients(
 def _score_gradients(
     scores: "_Scores", operands: _BackwardOperands, pair: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The shares of a pair's keys in its queries, and the gradients to their products, bgrqk."""
+    """The softmax weights of a pair, and the gradients to products of queries and keys, bgrqk."""
     blocks = scores.blocks
     z, seen = scores.of(operands.q, operands.k, pair)
-    # Relative to the log-sum-exp, exponentials are shares: no sum of them is needed again.
+    # Relative to the log-sum-exp, exponentials are the softmax weights: no sum is needed again.
     p = jnp.exp(z - _queries_last(blocks.query_block(operands.lse, pair))[..., None])
     if seen is not None:
         p = jnp.where(seen, p, 0)
@@ -360,12 +360,12 @@ class _Scores:
 
 
 def _queries_last(x: jax.Array) -> jax.Array:
-    """An array of queries as those of scores are: bqgr as bgrq."""
+    """An array of queries with the dims in the order of scores: bqgr as bgrq."""
     return x.transpose(0, 2, 3, 1)
 
 
 def _queries_second(x: jax.Array) -> jax.Array:
-    """An array of queries as those of results are: bgrq as bqgr."""
+    """An array of queries with the dims in the order of results: bgrq as bqgr."""
     return x.transpose(0, 3, 1, 2)
 
 
@@ -383,5 +383,5 @@ def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
 
 def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """A product of two blocks, added up wide."""
-    # Of 16 bits each product is exact in float32, and is rounded once, as a part of a sum.
+    # A product of two numbers of 16 bits is exact in float32, and only sums are rounded.
     return jnp.einsum(letters, x, y, preferred_element_type=compute_dtype(x.dtype))

@@ -1,7 +1,7 @@
 """A ring of devices, of which each has the queries and the keys of a stretch of a sequence.
 
 Keys and values are passed on from each device to the next, so that after as many steps as there are
-devices every query has met every key. What is computed of one block while the next one travels:
+devices every query has met every key. While a device computes with one block, the next one travels:
 
     step       0      1      2      3
     device 0   0      3      2      1     blocks of keys; under a causal mask a device
@@ -9,8 +9,8 @@ devices every query has met every key. What is computed of one block while the n
     device 2   2      1      0      3
     device 3   3      2      1      0
 
-Under a causal mask the last device has most to do. In zigzag order each device has an early and a
-late stretch of the sequence, and in every step as many pairs of stretches as the others (`Order`).
+Under a causal mask the last device has the most work. In zigzag order each device has an early and
+a late stretch of the sequence, and all have equally many pairs of stretches in a step (`Order`).
 
 Steps in which no query of any device sees a key are left out, where the mask alone says so: under a
 window keys travel no further than it reaches. In zigzag order the neighbours of a device's two
@@ -35,12 +35,12 @@ from shardlib.layouts._annotate import mesh_of_shards
 from shardlib.layouts._checkpoint_policies import SAME_RESULT
 from shardlib.layouts._specs import parts_over
 
-# So many steps are written out, where those that are needed do not follow each other.
+# If steps are left out in between, so many are unrolled at most. Beyond that all steps are run.
 _MOST_UNROLLED = 8
 
 
 class Block(NamedTuple):
-    """The keys of one stretch of positions, with what else is of them."""
+    """The keys of one stretch of positions, with their values and segments."""
 
     k: jax.Array
     v: jax.Array
@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of one stretch of positions, with what else is of them."""
+    """The queries of one stretch of positions, with their segments."""
 
     q: jax.Array
     segments: jax.Array | None
@@ -71,7 +71,7 @@ class Order:
 
     @property
     def stretches(self) -> int:
-        """How many a device has."""
+        """How many stretches a device has."""
         return 2 if self.zigzag else 1
 
     def number(self, device: Any, stretch: int) -> Any:
@@ -109,7 +109,7 @@ class Ring:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """A device's stretches of queries, each with each stretch of keys of a device."""
+        """All pairs of a device's stretch of queries and a device's stretch of keys."""
         stretches = range(self.order.stretches)
         return [(queries, keys) for queries in stretches for keys in stretches]
 
@@ -129,7 +129,7 @@ class Ring:
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The steps in which some device has something to do: the first, its own keys, in any case.
+        """The steps in which some device computes: always the first, with each device's own keys.
 
         In step `n` a device has the keys of the device `n` places before it.
         """
@@ -144,9 +144,9 @@ class Ring:
         return tuple(range(needed[-1] + 1))
 
     def _seen(self, step: int, queries: int, keys: int) -> np.ndarray:
-        """For each device, whether in a step its queries of a stretch may see keys of another.
+        """For each device, whether in a step queries of one stretch may see keys of another.
 
-        As far as the band says; where only the running program knows positions, they may.
+        The band decides. Where only the running program knows positions, all may see all.
         """
         devices = np.arange(self.order.size)
         if self.starts is None:
@@ -177,16 +177,16 @@ class Ring:
         return seen
 
     def passed_on(self, stretches: list[Any], places: int) -> list[Any]:
-        """What the device so many places before this one has: a tree of arrays for each stretch."""
+        """The arrays of the device so many places before this one, a tree for each stretch."""
         size = self.order.size
         pairs = [(device, (device + places) % size) for device in range(size)]
         permute = partial(lax.ppermute, axis_name=self.axes, perm=pairs)
         if device_here().platform == "cpu":
-            # On simulated devices several permutes at a time may be taken for one (XLA for CPUs, as
-            # of JAX 0.12), which aborts the process: there all arrays are one.
+            # XLA for CPUs, as of JAX 0.12, may take several permutes at a time for one, and the
+            # process is aborted. On simulated devices all arrays are therefore sent as one.
             return _in_one_row(permute, stretches)
-        # One array for all stretches: TPUs have few permutes under way at a time, and the others
-        # would wait for the products.
+        # One array for all stretches: a TPU runs few permutes at a time, and further ones would
+        # wait for the products.
         whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *stretches)
         leaves, tree = jax.tree.flatten(whole)
         cut = [self.cut(permute(x)) for x in leaves]
@@ -200,7 +200,7 @@ class Ring:
         if self.zigzag:
             first_query = self.first_position(0, device, numbers[0], first_query)
         first_key = self.first_position(1, source, numbers[1], self.side.starts[1])
-        # Sinks are no part of any block.
+        # Sinks are added once, after all blocks.
         side = self.side._replace(
             query_segments=queries.segments,
             key_segments=block.segments,
@@ -208,7 +208,7 @@ class Ring:
             sinks=None,
         )
         seen = self._in_band(first_query, first_key)
-        # What is the same in all steps of all devices is no condition of the program.
+        # Where it is the same in all steps on all devices, the program needs no condition.
         no_band = self.mask.right is None and self.mask.left is None
         if self.starts is not None or no_band:
             known = [self._seen(one, *numbers) for one in range(self.order.size)]
@@ -238,14 +238,16 @@ class Pair(NamedTuple):
 
 def _may_meet(queries: jax.Array, keys: jax.Array) -> jax.Array:
     """Whether some segment may be among those of queries and among those of keys."""
-    # Documents that follow each other are numbered in order: a stretch has some in a row.
+    # Segments that follow each other are mostly numbered in order, so the ids of a stretch are a
+    # range. In any other order this may be true where no ids agree, which is only slower.
     meet = (queries.min() <= keys.max()) & (keys.min() <= queries.max())
-    # What is left out would have been zeros: no example depends on another one.
+    # The name says that the condition changes no result, since a pair that is left out would add
+    # nothing: no example depends on another one by it.
     return checkpoint_name(meet, SAME_RESULT)
 
 
 def _in_one_row(function: Callable[[jax.Array], jax.Array], arrays: Any) -> Any:
-    """What a function that moves numbers makes of arrays, called with all their bytes at once."""
+    """Call a function that moves numbers with the bytes of all arrays in one row."""
     leaves, tree = jax.tree.flatten(arrays)
     rows = [lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in leaves]
     moved = lax.split(function(jnp.concatenate(rows)), [row.size for row in rows])
@@ -256,9 +258,9 @@ def _in_one_row(function: Callable[[jax.Array], jax.Array], arrays: Any) -> Any:
 
 
 def as_moved(arrays: Any) -> Any:
-    """The same arrays, of the types of what arrives from other devices."""
-    # In a `shard_map` in another one the types of what arrives are those of anything computed,
-    # which arguments do not have.
+    """The same arrays, with the types that arrays have which arrive from other devices."""
+    # In a nested `shard_map` these are the types of computed values, which differ from those of
+    # arguments.
     if device_here().platform == "cpu":
         return _in_one_row(lambda row: row, arrays)
     return arrays

@@ -1,13 +1,13 @@
-"""Attention around a ring of devices, forward and backward; `_ring` says who has what when.
+"""Attention around a ring of devices, forward and backward; `_ring` says which device has what.
 
 Forward, each block gives an output `y` and a log-sum-exp, and two of these are joined to
 
     lse = log(exp lse_a + exp lse_b)        y = y_a exp(lse_a - lse) + y_b exp(lse_b - lse)
 
-Backward, the log-sum-exp of all keys is known, and each block's gradients are those that it has
-among all keys. Those of queries are added up on their device. Those of keys and values follow their
-block, in float32, one step behind it, and end on the device that has the keys: of `n` devices each
-sends its keys and values `n - 1` times forward, and those and their gradients as often backward.
+Backward, the log-sum-exp over all keys is known, so the gradients of each block are parts of the
+final ones. Gradients to queries are added up on their device. Gradients to keys and values follow
+their block, in float32, one step behind it, and end on the device that has the keys. Of `n` devices
+each sends keys and values `n - 1` times forward, and these and their gradients as often backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,28 +39,28 @@ class _Sums(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step of the ring, and from how many places before arrays come for it and for the next."""
+    """A step of the ring, and how far arrays travel: from the device so many places before."""
 
     number: Any
-    places: int
-    places_of_next: int
+    places: int  # for this step
+    places_of_next: int  # for the next one
 
 
 def _walk(ring: Ring, first: int, run_step: Callable[[_Step, Any], Any], carried: Any) -> Any:
-    """Run the needed steps from one on, but for the last, and give what they carry.
+    """Run the needed steps, from a first one to the last but one, and give what they carry.
 
     Args:
         ring: the ring.
         first: which of `ring.steps` is the first.
-        run_step: what is carried on after a step, from the step and what was carried before.
-        carried: before the first.
+        run_step: called with a step and what is carried; gives what is carried after it.
+        carried: what is carried before the first.
     """
     steps = ring.steps
     last = len(steps) - 1
     if steps[last] == last:
-        # They follow each other.
-        one = partial(_Step, places=1, places_of_next=1)
-        return lax.fori_loop(first, last, lambda n, before: run_step(one(n), before), carried)
+        # No step is left out: they are a loop.
+        make_step = partial(_Step, places=1, places_of_next=1)
+        return lax.fori_loop(first, last, lambda n, before: run_step(make_step(n), before), carried)
     for n in range(first, last):
         places = steps[n] - steps[n - 1] if n else 0
         carried = run_step(_Step(steps[n], places, steps[n + 1] - steps[n]), carried)
@@ -104,7 +104,7 @@ def ring_forward(
     if ring.side.sinks is not None:
         # A sink is a score without a value.
         with_sinks = jnp.logaddexp(lse, ring.side.sinks.astype(lse.dtype))
-        y, lse = y * _shares(lse, with_sinks)[..., None], with_sinks
+        y, lse = y * _rescaling(lse, with_sinks)[..., None], with_sinks
     return y.astype(q.dtype), lse
 
 
@@ -130,19 +130,19 @@ def _with_pair(attend: Callable[..., Any], results: Results, pair: Pair) -> Resu
 def _joined(results: Results, more: Results) -> Results:
     """The results over the keys of two blocks, from those over each."""
     total = jnp.logaddexp(results.lse, more.lse)
-    share, more_share = _shares(results.lse, total), _shares(more.lse, total)
-    more_y = more.y.astype(results.y.dtype)
-    return Results(results.y * share[..., None] + more_y * more_share[..., None], total)
+    y = results.y * _rescaling(results.lse, total)[..., None]
+    more_y = more.y.astype(results.y.dtype) * _rescaling(more.lse, total)[..., None]
+    return Results(y + more_y, total)
 
 
-def _shares(lse: jax.Array, total: jax.Array) -> jax.Array:
-    """What part of a sum some of its terms are, from the logarithms of both."""
-    # Where nothing was seen, the difference of two infinities would be no number.
+def _rescaling(lse: jax.Array, total: jax.Array) -> jax.Array:
+    """The factor of an output over some keys in that over all, from the log-sum-exps of both."""
+    # Where nothing was seen, the difference of two infinities would be nan.
     return jnp.exp(lse - jnp.where(total == -jnp.inf, 0, total))
 
 
 class _Gradients(NamedTuple):
-    """The gradients to queries and to blocks of keys by stretches, wide."""
+    """The gradients to queries, and to blocks of keys and values, for each stretch; wide."""
 
     queries: list[jax.Array]
     blocks: list[_Sums]
@@ -230,8 +230,8 @@ class _Backward:
         if last == 1:
             sums = self.gradients_of(arrived, steps[1])
         else:
-            # No gradients have been added up yet that could arrive with the first blocks.
-            # Compilers would have the first two permutes in a row, before any product.
+            # There are no gradients yet that could arrive with the first blocks. Without a barrier
+            # compilers put the first two permutes next to each other, before any product.
             arrived, own = lax.optimization_barrier((arrived, own))
             following = ring.passed_on(arrived, steps[2] - steps[1])
             sums = self.gradients_of(arrived, steps[1])
@@ -239,8 +239,8 @@ class _Backward:
             of_blocks = ring.passed_on(sums.blocks, steps[last] - steps[last - 1])
             more = self.gradients_of(following, steps[last])
             sums = _all_added(_Gradients(sums.queries, of_blocks), more)
-        # Home, however many places are left.
-        # Not joined with the last step before it, which has products beside it.
+        # The gradients go home, over as many places as are left. The barrier keeps this permute
+        # apart from the one before, which overlaps with products.
         last_blocks = lax.optimization_barrier(sums.blocks)
         of_blocks = ring.passed_on(last_blocks, ring.order.size - steps[last])
         return _all_added(_Gradients(sums.queries, of_blocks), own)
