@@ -27,8 +27,8 @@ from shardlib.kernels._shards import as_varying, varying, varying_alike
 
 ActivationName: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid"]
 
-# Beyond it every activation is zero, its argument or one, and every slope zero or one, in float64
-# too. Its cube is finite in float32.
+# Beyond this every activation is zero, one or its argument, and every slope zero or one, in float64
+# too. The cube of this is finite in float32.
 BOUND = 1000.0
 # GELU's approximation, x * (1 + tanh(ROOT * (x + CUBIC * x^3))) / 2.
 ROOT = math.sqrt(2 / math.pi)
@@ -122,7 +122,7 @@ def _gated_backward(activation: ActivationName, saved: Any, gradient: jax.Array)
     gate_gradient = g * (_wide(up) * one.slope(_bounded(z)))
     up_gradient = g * one.value(z)
     gradients = gate_gradient.astype(gate.dtype), up_gradient.astype(up.dtype)
-    # Each is read by two products. Without a barrier the TPU's compiler makes it again in each.
+    # Two products read each of them. Without a barrier the TPU's compiler computes it in both.
     return lax.optimization_barrier(gradients)
 
 
@@ -153,8 +153,8 @@ def _biased_backward(
 ) -> tuple[Any, Any]:
     """The gradients to `x` and to the bias, which all rows share.
 
-    That to the bias is a wide sum over all rows, over those of other devices too where JAX keeps
-    account of what differs between them.
+    The gradient to the bias is a wide sum over all rows. Where JAX tracks over which axes arrays
+    vary, these include the rows of other devices.
     """
     x, bias = saved
     z = _sum(x, bias)
@@ -162,8 +162,8 @@ def _biased_backward(
     x_gradient = z_gradient.astype(x.dtype)
     if bias is None:
         return x_gradient, None
-    # The GPU's compiler would write the wide gradient to memory for the sum over rows: there it is
-    # one of the rounded gradient, which is in memory anyway.
+    # The GPU's compiler would write the wide gradient to memory for the sum over rows. On a GPU the
+    # sum is therefore over the rounded gradient, which is in memory anyway.
     if device_here().platform == "gpu":
         x_gradient = lax.optimization_barrier(x_gradient)
         z_gradient = _wide(x_gradient)
@@ -193,17 +193,17 @@ def _sum(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _bounded(z: jax.Array) -> jax.Array:
-    """Numbers with the slopes of those given, at which no factor of a slope is infinite.
+    """Numbers with the same slopes as the given ones, at which no factor of a slope is infinite.
 
-    What is no number stays so: all slopes there are no number either, but for that of ReLU.
+    A nan stays one, and so do its slopes, except for that of ReLU.
     """
     return jnp.clip(z, -BOUND, BOUND)
 
 
 def _above(z: jax.Array) -> jax.Array:
-    """Numbers by which to multiply a share that is zero below the bound.
+    """Numbers to be multiplied by a factor that is zero below `-BOUND`.
 
-    At minus infinity the product is zero, its limit, and everywhere else it is what it was.
+    At minus infinity the product is then zero, its limit; elsewhere it is not changed.
     """
     return jnp.maximum(z, -BOUND)
 
@@ -229,26 +229,26 @@ def _silu_slope(z: jax.Array) -> jax.Array:
 
 
 def _gelu(z: jax.Array) -> jax.Array:
-    """Each number times the share of a normal distribution that is below it."""
-    return _above(z) * _share_below(z)
+    """Each number times the normal distribution function at it."""
+    return _above(z) * _normal_cdf(z)
 
 
 def _gelu_slope(z: jax.Array) -> jax.Array:
-    """The share below, and the number times the density."""
+    """The normal distribution function, plus the number times its density."""
     density = jnp.exp(-0.5 * jnp.square(z)) / math.sqrt(2 * math.pi)
-    return _share_below(z) + z * density
+    return _normal_cdf(z) + z * density
 
 
-def _share_below(z: jax.Array) -> jax.Array:
-    """The distribution function of the normal distribution."""
+def _normal_cdf(z: jax.Array) -> jax.Array:
+    """The cumulative distribution function of the standard normal distribution."""
     return 0.5 * lax.erfc(-z / math.sqrt(2))
 
 
 def _gelu_tanh(z: jax.Array) -> jax.Array:
-    """GELU, its share below approximated by a hyperbolic tangent.
+    """GELU with its distribution function approximated by a hyperbolic tangent.
 
-    It is `jax.nn.gelu(z, approximate=True)`, which is GPT's. The share `(1 + tanh(u)) / 2` is
-    taken as the sigmoid of `2 u`, where nothing cancels.
+    It is `jax.nn.gelu(z, approximate=True)`, which is GPT's. The approximation `(1 + tanh(u)) / 2`
+    is computed as the sigmoid of `2 u`, where nothing cancels.
     """
     return _above(z) * jax.nn.sigmoid(_approximate(z))
 
@@ -264,15 +264,12 @@ def _gelu_tanh_slope(z: jax.Array) -> jax.Array:
 
 
 def _approximate(z: jax.Array) -> jax.Array:
-    """The number whose sigmoid is about the share of a normal distribution below `z`."""
+    """The number whose sigmoid is about the normal distribution function at `z`."""
     return 2 * ROOT * (z + CUBIC * (z * z * z))
 
 
 def _relu_slope(z: jax.Array) -> jax.Array:
-    """One above zero, and zero elsewhere.
-
-    At what is no number it is meant to be zero, too, as that of `jax.nn.relu` is.
-    """
+    """One above zero, and zero elsewhere, also at nan, like the slope of `jax.nn.relu`."""
     return (z > 0).astype(z.dtype)
 
 

@@ -41,10 +41,10 @@ class Task:
 
     op: str
     arrays: Mapping[str, Any]
-    # No names were given, and an axis is automatic: only what XLA can take apart will do.
+    # No names were given, and an axis is automatic: only what XLA can partition will do.
     partitioned: bool = False
     summed: tuple[str, ...] = ()  # mesh axes over which devices add up within the op
-    # Mesh axes over which JAX keeps account that the arrays differ.
+    # Mesh axes over which JAX tracks that the arrays vary.
     differing: frozenset[str] = frozenset()
     device: "Device | None" = None
     # By which measurements are compared; where it is None, the last dim of the first array.
@@ -423,7 +423,7 @@ def ranking(task: Task) -> Ranking:
     seconds that they take at least, or by their temporaries where these are about the same.
     """
     assert task.device is not None
-    # A clock knows what no count of bytes does: how well the two overlap.
+    # Measured times show how well memory traffic and arithmetic overlap, which no count does.
     kind = task.device.kind
     measured = _nearest(measurements(), task, kind)
     for prefix, alike in ALIKE.items():

@@ -5,15 +5,15 @@ memory. Taken as one, with the kernels concatenated, the array is read once:
 
     x (rows, features) [query | key | value] (features, columns)  =  [q | k | v] (rows, columns)
 
-For that the kernels, the products and their gradients are copied once more. With `k` products, and
-`columns` of all of them, in numbers that are read or written, forward and backward:
+But then the kernels, the products and their gradients are copied once more. With `k` products that
+have `columns` together, the numbers that are read or written, forward and backward, are:
 
-    spared    4 (k - 1) x rows x features        x once for the values, once for the gradients to
+    saved     4 (k - 1) x rows x features        x once for the values, once for the gradients to
                                                  the kernels; its gradient written and read
     copied    6 x features x columns             kernels twice, and their gradients
               4 x rows x columns                 products, and their gradients
 
-A device that has few columns of each kernel, as under tensor parallelism, is spared more than it
+A device that has few columns of each kernel, as under tensor parallelism, saves more than it
 copies. Where devices have parts of the columns, kernels are concatenated part by part, which only
 a function of a device's own shards can do: to the partitioner it would be a new layout.
 """
@@ -46,8 +46,8 @@ from shardlib.layouts._specs import as_tuple
 from shardlib.tracing._jaxpr import keeps_arguments
 
 OP = "projections"
-# How many times what is copied must be spared for one product to be taken. What a large product
-# reads is partly hidden beside its arithmetic, and nothing of a copy is. By TPU compilers' own
+# One product is taken if it saves more than this times what it copies. What a large product reads
+# is partly hidden beside its arithmetic, and nothing of a copy is. By TPU compilers' own
 # estimates (JAX 0.12) of Llama 2's step, the one product for queries, keys and values changes its
 # cycles on v5e, v5p and v6e by -15, -8 and -21% at 9 times, by -4, +1 and -9% at 3.9 times and by
 # +5, +9 and +9% at 1.5 times; that for gate and up by -2, -1 and -4% at 2.5 times, and by +4, +5
@@ -101,12 +101,12 @@ def projections(
     try:
         layouts = _layouts(x, kernels, names, outputs)
     except ValueError:
-        # One by one the partitioner takes them, which says itself what it cannot do.
+        # Separate products are left to the partitioner, which says itself what it cannot do.
         if joined:
             raise
         return _separate(x, kernels, names, outputs)
     if joined is None:
-        joined = _spares_more(layouts)
+        joined = _saves_more(layouts)
     if joined:
         return _joined(x, kernels, layouts)
     return _separate(x, kernels, names, outputs, gathered=layouts.gathered)
@@ -232,8 +232,8 @@ def _check_layouts(layouts: _Layouts) -> None:
                 )
 
 
-def _spares_more(layouts: _Layouts) -> bool:
-    """Whether one product spares a device more reading and writing than it costs in copies."""
+def _saves_more(layouts: _Layouts) -> bool:
+    """Whether one product saves a device clearly more reads and writes than its copies cost."""
     # Over automatic axes of the batch, gradients to kernels are summed: the partitioner sees them
     # whole, and may leave each device a part.
     if layouts.products[0].automatic_axes(*range(layouts.lead)):
@@ -243,9 +243,9 @@ def _spares_more(layouts: _Layouts) -> bool:
     features = layouts.x.shape[-1]
     rows = math.prod(layouts.products[0].local_shape[: layouts.lead])
     columns = sum(math.prod(layout.local_shape[:-1]) for layout in layouts.kernels)
-    spared = 4 * (len(layouts.kernels) - 1) * rows * features
+    saved = 4 * (len(layouts.kernels) - 1) * rows * features
     copied = 6 * features * columns + 4 * rows * columns
-    return spared > MARGIN * copied
+    return saved > MARGIN * copied
 
 
 def _fills_rows(product: ArrayLayout) -> bool:
@@ -272,10 +272,11 @@ def _joined(x: jax.Array, kernels: list[jax.Array], layouts: _Layouts) -> tuple[
         return tuple(products)
 
     # Only the arguments are kept for the backward pass: parts of `x`, which is gathered again, and
-    # kernels, which ZeRO may gather again. A policy around it sees into it.
-    again = jax.checkpoint(body, prevent_cse=False, policy=keeps_arguments)
+    # kernels, which ZeRO may gather again. By this policy it is no block of the model: a `Remat`
+    # around it finds the names in it.
+    recomputed = jax.checkpoint(body, prevent_cse=False, policy=keeps_arguments)
     arrays = varying_alike(x, *kernels)
-    return per_shard(again, arrays, [layouts.x, *layouts.kernels], layouts.products)
+    return per_shard(recomputed, arrays, [layouts.x, *layouts.kernels], layouts.products)
 
 
 def _separate(
@@ -290,7 +291,7 @@ def _separate(
 
     def body(x: jax.Array, *kernels: jax.Array) -> tuple[jax.Array, ...]:
         if names is not None and outputs is not None:
-            # Both are said, lest the partitioner carry the second layout over to what made `x`.
+            # With the second layout alone, the partitioner might carry it over to what made `x`.
             x = shard(x, *names)
             x = shard(x, *outputs[0][: x.ndim - 1], names[-1])
         products = []

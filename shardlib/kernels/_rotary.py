@@ -1,12 +1,12 @@
 """Rotary positions: pairs of a head's numbers, turned by the angle of their position.
 
-For a number of the first half of a head, `a`, and the one at the same place of the second, `b`:
+For a number `a` in the first half of a head, and the number `b` at the same index in the second:
 
     a cos - b sin        b cos + a sin
 
-To a compiler that is elementwise, once halves are exchanged. A TPU's compiler cannot exchange
-halves of a row of lanes inside a fusion, and writes both to memory first. There they are exchanged
-by a product with a permutation, which is exact, and small beside the projection before it.
+With the halves exchanged, this is elementwise. The compiler for TPUs cannot exchange halves of a
+row of lanes inside a fusion, and writes both to memory first. So on a TPU they are exchanged by a
+product with a permutation matrix, which is exact, and small beside the projection before it.
 """
 
 from typing import Any
@@ -63,7 +63,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             f"{list(x.shape)}: give both one shape that broadcasts to {list(pairs)}, an angle for "
             "each pair."
         )
-    # Only `x`: what the angles have in common is known by what they do not vary over.
+    # Only `x` is made varying: from the axes over which angles do not vary, backward knows over
+    # which their gradients are summed.
     return _rotated(as_varying(x, varying(cos) | varying(sin)), cos, sin)
 
 
@@ -79,19 +80,19 @@ def _value(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """The pairs of `x`, turned."""
     dtype = compute_dtype(x.dtype)
     cos, sin = cos.astype(dtype), sin.astype(dtype)
-    # For both halves at once. There are few angles: all heads of a position have them in common.
+    # Angles for both halves. There are few of them, since all heads of a position share theirs.
     cos, sin = jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
     return (x.astype(dtype) * cos + _exchanged(x) * sin).astype(x.dtype)
 
 
 def _exchanged(x: jax.Array) -> jax.Array:
-    """The halves of the last dim in the place of each other, in the dtype to compute in."""
+    """The array with the halves of its last dim exchanged, in the dtype to compute in."""
     dtype = compute_dtype(x.dtype)
     if device_here().platform != "tpu" or dtype == jnp.float64:
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([b, a], axis=-1).astype(dtype)
-    # A matrix unit takes numbers of more bits in parts, of which the highest precision leaves none
-    # out. Each sum has one product that is not zero, so that it is exact.
+    # A matrix unit multiplies numbers of more than 16 bits in parts, and the highest precision takes
+    # all parts. Each sum has one product that is not zero, so it is exact.
     operand = x if x.dtype == jnp.bfloat16 else x.astype(dtype)
     size = x.shape[-1]
     permutation = jnp.roll(jnp.eye(size, dtype=operand.dtype), size // 2, 1)
@@ -119,7 +120,7 @@ def _forward(x: Any, cos: Any, sin: Any) -> tuple[jax.Array, Any]:
 def _backward(saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
     """The gradients to `x` and to the cosines and sines."""
     x, cos, sin = saved
-    # JAX tells a gradient of zeros apart from others. Here it is an array like these.
+    # JAX may give a symbolic zero; here it becomes an array.
     if isinstance(gradient, SymbolicZero):
         aval: Any = gradient.aval
         gradient = jnp.zeros(aval.shape, aval.dtype)
@@ -133,9 +134,9 @@ def _backward(saved: Any, gradient: Any) -> tuple[Any, Any, Any]:
 
 
 def _summed(gradient: jax.Array, angles: jax.Array) -> jax.Array:
-    """A gradient for each pair, added up for those that have an angle in common.
+    """A gradient for each pair, added up over those that share an angle.
 
-    Over devices it is added up before it is rounded, where JAX keeps account of what differs.
+    Where JAX tracks over which axes arrays vary, the sum over devices is taken before rounding.
     """
     first = gradient.ndim - angles.ndim
     summed = gradient.sum(tuple(range(first)))

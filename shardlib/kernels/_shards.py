@@ -288,7 +288,7 @@ def per_shard(
     mapped = jax.shard_map(
         of_given, in_specs=specs, out_specs=out_specs, axis_names=set(automatic), check_vma=False
     )
-    # Inside, JAX keeps no account of what differs; over manual axes around it, it may.
+    # Inside, JAX does not track what varies. Over the manual axes around it, it may.
     differing = frozenset().union(*map(varying, operands)) - frozenset(unvarying)
     return jax.tree.map(lambda x: as_varying(x, differing), mapped(*operands))
 
@@ -306,9 +306,9 @@ def on_one_device() -> bool:
 def varying_alike(*arrays: Any) -> list[Any]:
     """The same arrays, all varying over the manual axes that any of them varies over.
 
-    It matters where JAX keeps account of that. An op with a derivative of its own must give each
-    array a gradient that varies as the array does; what is made to vary here, JAX's transpose
-    makes unvarying again, by the sum it takes. None is returned as None.
+    It matters where JAX tracks over which axes arrays vary. An op with a derivative of its own must
+    give each array a gradient that varies as the array does. What is made to vary here, JAX's
+    transpose makes unvarying again, by a sum. None is returned as None.
     """
     axes = frozenset().union(*(varying(x) for x in arrays if x is not None))
     alike: list[Any] = []

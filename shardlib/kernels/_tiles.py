@@ -1,16 +1,16 @@
-"""A function of tokens by tiles: some of each device's tokens at a time, again and again.
+"""A function of tokens, computed tile by tile: for some of each device's tokens at a time.
 
-What the function makes on its way, such as an MLP's wide hidden activations or what it gathers, is
+The function's intermediate values, such as an MLP's wide hidden activations or what it gathers, are
 in memory for one tile at a time, forward and backward:
 
     x (rows, tokens, features)    tile 0 | tile 1 | ... | the rest
                                     |        |              |
     function                     loop ---> loop --->     once more
 
-    backward                     makes each tile's part of the way again
+    backward                     computes each tile again
 
-A tile is cut from each device's own tokens, so that cutting sends nothing. That takes some care
-where the partitioner sees a dim of several devices as one: the dim is taken apart by devices first.
+Every tile has some of each device's own tokens, so that nothing is sent to cut it. Where the
+partitioner sees a dim that is split over devices as one, the dim is split by devices first.
 """
 
 import math
@@ -79,15 +79,15 @@ def in_tiles(
 
     if cut.count == 1 and not cut.rest:
         return checked(x)
-    # A policy around it sees into it.
-    again = jax.checkpoint(checked, prevent_cse=False, policy=keeps_arguments)
+    # By this policy it is no block of the model: a `Remat` around it finds the names in it.
+    recomputed = jax.checkpoint(checked, prevent_cse=False, policy=keeps_arguments)
     stacked = cut.tiles(x)
     if names is not None:
         stacked = shard(stacked, None, *names)
-    made = lax.map(again, stacked)
+    made = lax.map(recomputed, stacked)
     if names is not None:
         made = shard(made, None, *names)
-    rest = again(cut.remainder(x)) if cut.rest else None
+    rest = recomputed(cut.remainder(x)) if cut.rest else None
     return cut.joined(made, rest)
 
 
@@ -95,15 +95,15 @@ def in_tiles(
 class _Cut:
     """How one dim of an array is cut into tiles.
 
-    The dim is `parts` devices' parts, one after the other. Each is `count` tiles of `size`, and a
-    rest.
+    The dim has the parts of several devices, one after the other. Each part has some tiles of one
+    size, and a rest.
     """
 
     dim: int
     parts: int
-    count: int
-    size: int
-    rest: int
+    count: int  # tiles
+    size: int  # of a tile in each part
+    rest: int  # what tiles leave of each part
 
     def tiles(self, x: jax.Array) -> jax.Array:
         """The tiles, in a new first dim."""
@@ -114,14 +114,14 @@ class _Cut:
         return x.reshape(self.count, *lead, self.parts * self.size, *features)
 
     def remainder(self, x: jax.Array) -> jax.Array:
-        """What tiles leave."""
+        """The part of the array that is in no tile."""
         lead, features = x.shape[: self.dim], x.shape[self.dim + 1 :]
         begin = self.count * self.size
         x = self._between(x, begin, begin + self.rest)
         return x.reshape(*lead, self.parts * self.rest, *features)
 
     def joined(self, tiles: jax.Array, rest: jax.Array | None) -> jax.Array:
-        """The array of tiles and their remainder, as the one that was cut."""
+        """The array from its tiles and its remainder: undoes the cut."""
         lead, features = tiles.shape[1 : self.dim + 1], tiles.shape[self.dim + 2 :]
         tiles = tiles.reshape(self.count, *lead, self.parts, self.size, *features)
         tiles = jnp.moveaxis(tiles, 0, self.dim + 1)
@@ -133,7 +133,7 @@ class _Cut:
         return x.reshape(*lead, self.parts * local, *features)
 
     def _between(self, x: jax.Array, begin: int, end: int) -> jax.Array:
-        """These of each device's part of the dim, which becomes two: devices, and these."""
+        """A slice of each device's part of the dim, which becomes two dims: devices, and slice."""
         shape = x.shape
         local = shape[self.dim] // self.parts
         x = x.reshape(*shape[: self.dim], self.parts, local, *shape[self.dim + 1 :])

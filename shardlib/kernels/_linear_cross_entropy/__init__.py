@@ -191,7 +191,7 @@ def _backward(call: Call, saved: Any, gradient: Any) -> tuple[Any, Any, None]:
     def run_shard(x: Any, kernel: Any, targets: Any, log_z: Any, gradient: Any) -> tuple[Any, Any]:
         # Kernels take rows in one dim.
         rows, offset = x.reshape(-1, x.shape[-1]), call.vocab_offset(kernel)
-        # A row without a loss may hold anything, and zero times that may be no number.
+        # A row without a loss may hold anything, and zero times that may be nan.
         is_ignored = targets.reshape(-1) == call.loss.ignored
         rows = jnp.where(is_ignored[:, None], 0, rows)
         log_z = jnp.where(is_ignored, 0, log_z.reshape(-1))
@@ -217,8 +217,8 @@ def _backward(call: Call, saved: Any, gradient: Any) -> tuple[Any, Any, None]:
 def _axes_to_sum(call: Call, x: Any) -> tuple[str, ...]:
     """The axes of the vocabulary over which the op itself adds up the gradient to `x`.
 
-    Where JAX keeps account of what differs between devices, it adds up over a manual axis itself
-    what `varying_alike` made to differ in forward.
+    Where JAX tracks over which axes arrays vary, it sums over a manual axis itself what
+    `varying_alike` made to vary over it in forward.
     """
     automatic = call.kernel_layout.automatic_axes(0)
     axes = []

@@ -110,7 +110,7 @@ def rescaling(old_highest: jax.Array, highest: jax.Array) -> jax.Array:
     """The factor that turns a sum of `exp(z - old_highest)` into one of `exp(z - highest)`.
 
     It is zero where the old sum has no logits, whose highest is -inf: the difference of two such
-    would not be a number.
+    would be nan.
     """
     return jnp.where(old_highest == -jnp.inf, 0, jnp.exp(old_highest - highest))
 
@@ -326,7 +326,7 @@ def fold_chunks(
 def varying_zeros(zeros: jax.Array, *others: jax.Array) -> jax.Array:
     """Zeros that vary over the manual axes that other arrays vary over.
 
-    Where JAX keeps account of that, a loop's carry must vary from the start as its results do.
+    Where JAX tracks that, a loop's carry must vary from the start as its results do.
     """
     for other in others:
         zeros += jnp.zeros_like(other[(0,) * other.ndim]).astype(zeros.dtype)
