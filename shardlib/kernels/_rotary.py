@@ -91,8 +91,8 @@ def _exchanged(x: jax.Array) -> jax.Array:
     if device_here().platform != "tpu" or dtype == jnp.float64:
         a, b = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([b, a], axis=-1).astype(dtype)
-    # A matrix unit multiplies numbers of more than 16 bits in parts, and the highest precision takes
-    # all parts. Each sum has one product that is not zero, so it is exact.
+    # A matrix unit multiplies numbers of more than 16 bits in parts; at the highest precision, all
+    # of these. Each sum has one product that is not zero, so it is exact.
     operand = x if x.dtype == jnp.bfloat16 else x.astype(dtype)
     size = x.shape[-1]
     permutation = jnp.roll(jnp.eye(size, dtype=operand.dtype), size // 2, 1)

@@ -57,7 +57,6 @@ from shardlib.layouts._checkpoint_policies import BESIDE, CONTEXT
 from shardlib.layouts._rules import SEQUENCE
 from shardlib.tracing._compressed_saves import named
 
-# What a `Remat` calls the results.
 IMPLEMENTATIONS = (
     Implementation("reference", None, f"{__name__}._reference"),
     Implementation("tpu", "tpu", f"{__name__}._tpu"),

@@ -1,7 +1,8 @@
 """Attention on NVIDIA's GPUs by cuDNN, which comes with JAX for GPUs.
 
-JAX's function has a derivative of its own, which keeps the log-sum-exp from forward to backward and
-gives it to nobody at full precision. So there is no `backward` here: JAX differentiates `forward`.
+JAX's function has a derivative of its own, which keeps the log-sum-exp between forward and backward
+and does not return it at full precision. So there is no `backward` here: JAX differentiates
+`forward`.
 """
 
 import jax
@@ -11,7 +12,7 @@ from shardlib.kernels._attention._reference import Attention, SideInputs
 from shardlib.kernels._choice import Task
 from shardlib.kernels._shards import automatic_axes
 
-# What cuDNN takes of a head in backward on every GPU since Hopper.
+# The largest head that cuDNN takes in backward on every GPU since Hopper.
 LARGEST = 128
 
 
@@ -29,7 +30,7 @@ def refuses(task: Task) -> str | None:
     if v.shape[3] != q.shape[3]:
         return f"takes values of the size of keys; here {v.shape[3]} and {q.shape[3]}"
     if task.differing and automatic_axes():
-        # JAX's transpose of a `shard_map` in such a one does not know what differs.
+        # JAX's transpose of a `shard_map` inside another one does not know what varies.
         return (
             "is differentiated by JAX, which cannot do that here: what differs is kept account of "
             f"over `{', '.join(sorted(task.differing))}`, and other axes are automatic. "
@@ -51,14 +52,14 @@ def _refuses_definition(task: Task, attention: Attention) -> str | None:
     mask = attention.mask
     if mask.right not in (None, 0) or (mask.left is not None and mask.right is None):
         return "takes a causal mask or none, and a window to the left of a causal one"
-    # Queries behind the last key and its window would see nothing, which is not defined there.
+    # Queries far behind the last key would see nothing, for which cuDNN's result is not defined.
     if mask.left is not None and task.arrays["q"].shape[1] != task.arrays["k"].shape[1]:
         return "takes a window of as many queries as keys"
     return None
 
 
 def _lacking(task: Task, attention: Attention) -> list[str]:
-    """What is asked for that cuDNN has not."""
+    """The names of what is asked for and cuDNN does not have."""
     asked = {
         "segments": "query_segments" in task.arrays,
         "sinks": "sinks" in task.arrays,
@@ -72,9 +73,9 @@ def _lacking(task: Task, attention: Attention) -> list[str]:
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, side: SideInputs, *, attention: Attention
 ) -> tuple[jax.Array, jax.Array]:
-    """What each query takes from the values; arguments as in the reference.
+    """The output of each query and head; arguments as in the reference.
 
-    Nobody asked for the log-sum-exp: zeros are in its place.
+    Zeros are in the place of the log-sum-exp, which no caller asks for: see `_lacking`.
     """
     window = None
     if attention.mask.left is not None:

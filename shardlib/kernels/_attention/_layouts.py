@@ -3,8 +3,8 @@
 Where axes split the positions of keys, rules say of each what happens (`AxisRules.attention`):
 
     gather     a device has all positions of the axis before attention is computed
-    ring       it has a block of them at a time, see `_ring`
-    zigzag     a ring, and where arrays are arranged for it, devices have two stretches each
+    ring       a device has a block of them at a time, see `_ring`
+    zigzag     a ring; where arrays are arranged for it, each device has two stretches
     ulysses    the axis splits heads in place of positions, see `_ulysses`
 
 So by the time that a device attends, keys are split over axes of rings, then over those gathered.
@@ -85,7 +85,7 @@ class Layouts:
         return axes_without(self.q_layout.automatic_axes(0, 1, 2), own)
 
     def on_one_device(self, definition: Attention) -> Attention:
-        """The attention that one device does.
+        """The attention that one device computes.
 
         Where the queries' positions are split, only the running program knows where they start.
         """
@@ -108,11 +108,11 @@ class Layouts:
         return self.own_heads(k), self.own_heads(v)
 
     def gathered(self, x: jax.Array) -> jax.Array:
-        """An array of which this device has some positions, in its second dim, with those of all.
+        """An array whose second dim is this device's positions, with those of all devices.
 
         In a ring, with those of the device's block.
         """
-        # Of a row of devices each has a stretch of positions, in their order.
+        # Devices have stretches of positions in the order of the devices.
         if not self.gathered_axes:
             return x
         return lax.all_gather(x, self.gathered_axes, axis=1, tiled=True)
@@ -124,7 +124,7 @@ class Layouts:
 
     @property
     def block_length(self) -> int:
-        """How many positions the keys have to which a device attends at a time."""
+        """How many keys a device attends to at a time, for each query."""
         parts = parts_over(mesh_of_shards().shape, self.ring_axes)
         return self.k_layout.global_shape[1] // (parts * self.stretches)
 
@@ -148,7 +148,7 @@ class Layouts:
 
     @property
     def key_heads_axes(self) -> tuple[str, ...]:
-        """The axes over which heads are split and key heads are not, though they are by others."""
+        """The axes that split heads, and do not split key heads."""
         split = len(self.k_layout.axes[2])
         return self.q_layout.axes[2][split:]
 
@@ -171,11 +171,11 @@ class Layouts:
         """The transpose of `keys`, for one array: a gradient for this device's shard.
 
         The heads that were taken are put back in their place, and gradients are summed and
-        scattered over the axes that split positions. They travel in the dtype of the keys, half the
-        bytes of float32: so each device's summand is rounded once more.
+        scattered over the axes that split positions. They are sent in the dtype of the keys, often
+        half the bytes of float32, for which each device's summand is rounded once more.
 
-        JAX's own transpose is not used: in a `shard_map` in another one, it finds types that do not
-        agree on what differs between devices.
+        JAX's own transpose is not used: in a `shard_map` inside another one, it finds types that do
+        not agree on which axes arrays vary over.
         """
         first, taken = self._own_heads()
         if taken < self.local_head_counts[1]:
@@ -189,13 +189,13 @@ class Layouts:
         return lax.psum_scatter(gradient, axes, scatter_dimension=1, tiled=True)
 
     def _own_heads(self) -> tuple[Any, int]:
-        """The first of the key heads that this device takes of those it has, and how many."""
+        """The index of the first key head that this device takes, and how many it takes."""
         axes = self.key_heads_axes
         parts = parts_over(mesh_of_shards().shape, axes)
         count = self.local_head_counts[1]
         if parts == 1:
             return 0, count
-        # With more parts than key heads, several devices take the same.
+        # With more parts than key heads, several devices take the same one.
         return lax.axis_index(axes) * count // parts, max(count // parts, 1)
 
 

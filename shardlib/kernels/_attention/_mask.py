@@ -1,4 +1,4 @@
-"""Which keys each query of an attention sees, as a value that is known before any numbers are.
+"""Which keys each query of an attention sees, as far as it is known while tracing.
 
 A mask has two parts, and a key is seen where both let it be seen:
 
@@ -84,7 +84,7 @@ class BlockMask:
 
 @dataclass(frozen=True)
 class Mask:
-    """What is known of a mask before the arrays are: a band around the query, and blocks.
+    """The part of a mask that is known while tracing: a band around the query, and blocks.
 
     Attributes:
         left: how many positions before its own a query sees; None for all of them.
@@ -116,11 +116,11 @@ class Mask:
         return Mask(left, right, self.block_mask)
 
     def band(self, queries: Any, keys: Any) -> Any:
-        """Which keys the band leaves to each query, `(queries, keys)`; None if that is all.
+        """Which keys each query sees by the band, `(queries, keys)`; None if it sees all.
 
         Args:
-            queries: their positions, an array of NumPy or of JAX.
-            keys: theirs.
+            queries: the positions of the queries, an array of NumPy or of JAX.
+            keys: the positions of the keys, likewise.
         """
         distance = keys[None, :] - queries[:, None]
         kept = None
@@ -155,10 +155,10 @@ class Mask:
         return kept & band
 
     def pairs(self, queries: "Tiling", keys: "Tiling", starts: tuple[int, int] | None) -> Any:
-        """The pairs of a block of queries and a block of keys of which some key may be seen.
+        """The pairs of a block of queries and a block of keys in which some key may be seen.
 
-        Those of one block of queries follow each other. Where the positions at which queries and
-        keys start are known only to the running program, all pairs may be.
+        Pairs with the same block of queries follow each other. Where only the running program knows
+        at which positions queries and keys start, they are all pairs.
 
         Args:
             queries: how the queries are cut into blocks.
@@ -171,11 +171,11 @@ class Mask:
             seen &= self._in_band(*edges)
             if self.block_mask is not None:
                 seen &= self._in_pattern(*edges)
-        # In the order of rows: sums of one block of queries are made in one go.
+        # In row-major order, so that all pairs of a block of queries follow each other.
         return np.argwhere(seen).astype(np.int32)
 
     def _in_band(self, *edges: np.ndarray) -> np.ndarray | bool:
-        """Whether the band has anything between the edges of each block of queries and keys.
+        """Whether the band has anything in each pair of a block of queries and one of keys.
 
         Edges are the first and the last positions of blocks of queries, and of those of keys.
         """
@@ -190,7 +190,7 @@ class Mask:
         return seen
 
     def _in_pattern(self, *edges: np.ndarray) -> np.ndarray:
-        """Whether the pattern has anything between the edges of each block of queries and keys.
+        """Whether the pattern has anything in each pair of a block of queries and one of keys.
 
         Edges are the first and the last positions of blocks of queries, and of those of keys.
         """
@@ -198,7 +198,7 @@ class Mask:
         pattern: Any = self.block_mask.pattern
         if pattern.ndim == 3:
             pattern = pattern.any(0)
-        # Sums of all entries above and left of each, so that those of any rectangle are four reads.
+        # Sums of all entries above and left of each, so that the sum of a rectangle is four reads.
         sums = np.zeros((pattern.shape[0] + 1, pattern.shape[1] + 1), int)
         sums[1:, 1:] = pattern.cumsum(0).cumsum(1)
         first_query, last_query, first_key, last_key = (
@@ -228,16 +228,16 @@ class Tiling:
         return self.count * self.size
 
     def positions(self, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first and the last position of each block, of a sequence that starts at one."""
+        """The first and last position of each block, for a sequence that starts at `start`."""
         first = np.arange(self.count) * self.size
         last = np.minimum(first + self.size, self.length) - 1
         return first + start, last + start
 
 
 def pattern_at(pattern: jax.Array, size: int, queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Which keys, by position, each head's pattern of blocks leaves: `(heads, queries, keys)`.
+    """Which keys queries see by the pattern of each head: `(heads, queries, keys)`.
 
-    A position that the pattern does not cover is left out.
+    Nothing is seen where the pattern does not cover a position, of `queries` or of `keys`.
     """
     of_queries = pattern.at[:, queries // size].get(mode="fill", fill_value=False)
     kept = of_queries.at[:, :, keys // size].get(mode="fill", fill_value=False)

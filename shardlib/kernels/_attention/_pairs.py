@@ -32,7 +32,7 @@ class BlockPairs:
     Attributes:
         queries: how the queries are cut.
         keys: how the keys are.
-        pairs: for each pair the number of its block of queries and that of its block of keys.
+        pairs: for each pair the index of its block of queries and that of its block of keys.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class BlockPairs:
 
     def fold(self, add: Any, sums: Any) -> Any:
         """The sums after `add(sums, pair)` of every pair."""
-        # One pair needs no loop. The compiler then sees all of it, and makes plain attention of it.
+        # One pair needs no loop: the compiler then sees plain attention.
         if len(self.pairs) == 1:
             return add(sums, self.pairs[0])
         return lax.scan(lambda sums, pair: (add(sums, pair), None), sums, self.pairs)[0]
 
 
 class PairMask:
-    """Which keys of a pair of blocks its queries see, by all that masks an attention."""
+    """Which keys of a pair of blocks its queries see: by the band, the pattern and segments."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class PairMask:
         blocks: BlockPairs,
         groups: int,
     ) -> None:
-        """Remember what masks, padded to whole blocks.
+        """Keep all that masks the attention, with segments padded to whole blocks.
 
         Args:
             mask: the band, and the size of the blocks of the pattern.
@@ -116,15 +116,15 @@ class PairMask:
             self.segments = blocks.pad_queries(segments[0]), blocks.pad_keys(segments[1])
 
     def seen(self, pair: Any) -> jax.Array | None:
-        """Which scores of a pair count, with dims of one where all are alike; None if all do."""
+        """Which scores of a pair are seen, of dims that broadcast to `bgrqk`; None if all are."""
         queries, keys = self.blocks.queries, self.blocks.keys
-        query_numbers = pair[0] * queries.size + jnp.arange(queries.size)
-        key_numbers = pair[1] * keys.size + jnp.arange(keys.size)
-        query_positions = query_numbers + self.starts[0]
-        key_positions = key_numbers + self.starts[1]
+        query_indices = pair[0] * queries.size + jnp.arange(queries.size)
+        key_indices = pair[1] * keys.size + jnp.arange(keys.size)
+        query_positions = query_indices + self.starts[0]
+        key_positions = key_indices + self.starts[1]
         not_padding = None
         if keys.padded_length != keys.length:
-            not_padding = (key_numbers < keys.length)[None, :]
+            not_padding = (key_indices < keys.length)[None, :]
         parts = [
             self.mask.band(query_positions, key_positions),
             not_padding,
@@ -137,7 +137,7 @@ class PairMask:
         return functools.reduce(jnp.logical_and, present)
 
     def _same_segment(self, pair: Any) -> jax.Array | None:
-        """Which keys are of the segment of each query; None without segments."""
+        """Which keys are in the segment of each query; None without segments."""
         if self.segments is None:
             return None
         of_queries = self.blocks.query_block(self.segments[0], pair)
@@ -145,7 +145,7 @@ class PairMask:
         return (of_queries[:, :, None] == of_keys[:, None, :])[:, None, None]
 
     def _in_pattern(self, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
-        """Which keys the pattern leaves to queries, by their positions; None without a pattern."""
+        """Which keys queries see by the pattern, from their positions; None without a pattern."""
         if self.mask.block_mask is None or self.pattern is None:
             return None
         kept = pattern_at(self.pattern, self.mask.block_mask.size, queries, keys)
@@ -154,7 +154,7 @@ class PairMask:
 
 
 def _block_size(heads: int) -> int:
-    """How many queries, and how many keys, a block has, so that its scores are not too many.
+    """How many queries, and how many keys, a block has, so that its scores fit `SCORES_BYTES`.
 
     Args:
         heads: of all sequences of the batch.

@@ -1,14 +1,15 @@
 """Attention on GPUs of the generations Hopper and Blackwell by Tokamax's kernels in Mosaic GPU.
 
 They mask by the first and the last key that each query sees, two numbers for it. So positions may
-start anywhere, and the running program alone may know where. They give the highest score of each
-query and the sum of its exponentials, of which the log-sum-exp is made. Backward they take the same
-two: the log-sum-exp for the highest score, and one for the sum. What is done around them:
+start anywhere, and only the running program need know where. They give the highest score of each
+query and the sum of its exponentials, from which the log-sum-exp is computed. Backward they take
+the same two arrays, and are given the log-sum-exp as the highest score, and one as the sum. Around
+them, this module does three things:
 
-    a query that sees nothing gets arbitrary numbers, which are replaced by zeros here
+    a query that sees nothing gets arbitrary numbers, which are replaced by zeros
     backward they take no gradient to the log-sum-exp: see `_with_lse_gradient`
-    they are fitted to JAX's default device, which is set to a GPU of the kind that is traced for,
-    be it present or only known to the compiler
+    they are tuned for JAX's default device, which is therefore set to a GPU of the kind for which
+    the program is traced, be it present or only known to the compiler
 
 Tokamax's public function gives no log-sum-exp and takes no positions. The class that is called here
 is what it calls itself; it is private, and may move from one version to the next.
@@ -35,8 +36,8 @@ from shardlib.machine._targets import Target
 
 MODULE = "tokamax._src.ops.attention.pallas_mosaic_gpu"
 BLOCK = 128  # lengths are whole blocks of keys, and of two warpgroups' queries
-# The versions that are known to be right. From this one on, kernels for Blackwell take longer heads
-# backward, and all are written for this JAX and later ones; before, for earlier ones.
+# The versions that are known to be right. From `RENEWED` on, kernels need `RENEWED_FOR_JAX` or a
+# later JAX, and those for Blackwell take longer heads backward. `BEFORE` is for an earlier JAX.
 RENEWED, RENEWED_FOR_JAX = (0, 0, 17), (0, 11, 2)
 BEFORE = (0, 0, 12)
 
@@ -91,7 +92,7 @@ def _refuses_sizes(task: Task) -> str | None:
     gpus = generation(task.device.kind)
     largest, largest_value = _largest_sizes(gpus)
     size, value_size = task.arrays["q"].shape[3], task.arrays["v"].shape[3]
-    # The gradient to the log-sum-exp takes a number of each value.
+    # The gradient to the log-sum-exp takes one number of each value: see `_with_lse_gradient`.
     if size <= largest and value_size + attention.with_lse <= largest_value:
         return None
     return (
@@ -187,7 +188,8 @@ def backward(
     """The gradients to queries, keys and values; arguments as in the reference."""
     y, lse = results
     y_gradient, values = gradients[0], v
-    # All scores of a query that sees nothing are masked: beside a zero their exponentials are zero.
+    # All scores of a query that sees nothing are masked. Relative to zero, instead of to minus
+    # infinity, their exponentials are zero.
     highest = jnp.where(lse == -jnp.inf, 0, lse).swapaxes(1, 2)
     if attention.with_lse:
         y = _with_lse_gradient(results, gradients[1])
@@ -196,7 +198,7 @@ def backward(
     with jax.default_device(_device(device_here().kind)):
         bound = operation.bind(q, k, values, **_options(seen, attention))
         options = dict(bound.kwargs)
-        # Forward gives residuals, and backward takes them.
+        # Only forward is asked whether to return residuals.
         options.pop("return_residuals")
         residuals = highest, jnp.ones_like(highest)
         found = operation.vjp(residuals, y, y_gradient, *bound.args, **options)
@@ -204,13 +206,14 @@ def backward(
 
 
 def _with_lse_gradient(results: tuple[jax.Array, jax.Array], lse_gradient: jax.Array) -> jax.Array:
-    """The output, with the gradient to the log-sum-exp, negative, behind its numbers.
+    """The output with one more number at its end: the negative gradient to the log-sum-exp.
 
-    The kernels subtract `dy . y` where `dy . y - dlse` is wanted. Of gradient one and for a value
-    that is zero, this further number makes the one the other, and changes nothing else.
+    The kernels subtract `dy . y` where `dy . y - dlse` is wanted. With one more number in `dy`,
+    which is one, and in each value, which is zero, their `dy . y` is `dy . y - dlse`, and nothing
+    else changes.
     """
     y, lse = results
-    # What is made of minus infinity must not reach any key.
+    # The gradient to a log-sum-exp of minus infinity may be nan, which must reach no key.
     further = jnp.where(lse == -jnp.inf, 0, -lse_gradient)[..., None]
     return jnp.concatenate([y.astype(further.dtype), further], -1)
 
@@ -236,11 +239,11 @@ def _options(seen: "_Seen", attention: Attention) -> dict[str, Any]:
 
 
 class _Seen(NamedTuple):
-    """Which keys each query sees, by their numbers in the array; None is no bound."""
+    """Which keys each query sees, by their indices in the array; None is no bound."""
 
     first: jax.Array | None = None  # (1, queries)
-    end: jax.Array | None = None  # (1, queries), the number behind the last one
-    causal: bool = False  # up to the query's own number
+    end: jax.Array | None = None  # (1, queries), the index after the last one
+    causal: bool = False  # up to the query's own index
     nothing: jax.Array | None = None  # (queries,), which see no key; None if each sees some
 
 
@@ -257,22 +260,22 @@ def _seen(q: jax.Array, k: jax.Array, side: SideInputs, attention: Attention) ->
     query = jnp.arange(q.shape[1], dtype=jnp.int32) + (first_query - first_key)
     first, end = _band(query, keys, mask)
     nothing = end <= first
-    # On Blackwell the end is given always: keys that are padded there would else count as seen.
+    # On Blackwell the end is always given: otherwise keys that the kernels pad would be seen.
     if mask.left is None:
         return _Seen(end=end[None], nothing=nothing)
     return _Seen(first[None], end[None], nothing=nothing)
 
 
 def _band(query: jax.Array, keys: int, mask: Mask) -> tuple[jax.Array, jax.Array]:
-    """The number of the first key that each query sees, and that behind the last one.
+    """The index of the first key that each query sees by the band, and that after the last one.
 
     Args:
         query: the position of each query, less that of the first key.
         keys: how many there are.
-        mask: the mask, of which the band is meant.
+        mask: the mask that has the band.
     """
     first, end = jnp.zeros_like(query), jnp.full_like(query, keys)
-    # Nothing overflows, however large bounds and positions are: both are limited first.
+    # Positions are clipped before a bound is added, so that no sum overflows.
     if mask.left is not None:
         first = jnp.minimum(jnp.maximum(query, mask.left) - mask.left, keys)
     if mask.right is not None:

@@ -144,7 +144,7 @@ def _exchange(
 ) -> jax.Array:
     """An array whose heads are split over axes in place of its positions, or the other way.
 
-    Its derivative is written out, since JAX's own is not found in a `shard_map` in another one.
+    Its derivative is written out, since JAX does not find one in a `shard_map` inside another one.
     """
     split, joined = (2, 1) if to_heads else (1, 2)
 
@@ -179,7 +179,7 @@ _exchange.defvjp(_exchange_forward, _exchange_backward)
 def _own_part(
     axes: tuple[str, ...], before: ArrayLayout, after: ArrayLayout, x: jax.Array
 ) -> jax.Array:
-    """What a device's heads need of an array that has a number for each head."""
+    """The part for a device's heads of an array that has a number for each head."""
     parts = parts_over(mesh_of_shards().shape, axes)
 
     def take(x: jax.Array) -> jax.Array:
@@ -198,14 +198,17 @@ def _own_part_forward(
 def _own_part_backward(
     axes: tuple[str, ...], before: ArrayLayout, after: ArrayLayout, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """The gradients of all devices' parts, of which the automatic axes' are added up here."""
+    """The gradient to the whole array: each device's part in its place.
+
+    It is summed here over automatic axes only; over manual ones JAX sums.
+    """
     mesh = mesh_of_shards()
     parts = parts_over(mesh.shape, axes)
     automatic = axes_without(axes, mesh.manual_axes)
 
     def put_back(gradient: jax.Array) -> jax.Array:
         size = gradient.shape[0]
-        # Made of the gradient, zeros differ between devices as it does.
+        # Zeros that are computed from the gradient vary over the same axes.
         zeros = jnp.tile(gradient * 0, parts)
         start = lax.axis_index(axes) * size
         whole = lax.dynamic_update_slice_in_dim(zeros, gradient, start, 0)
