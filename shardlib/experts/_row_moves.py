@@ -1,4 +1,4 @@
-"""Rows of tokens to places and back, each way a gather.
+"""Move rows of tokens to places and back, by a gather each way.
 
 Shape suffixes: G groups, S tokens of a group, K choices of a token, M width; P = K S, the choices
 of a group by rank, then by token; J places of a group, N rows.
@@ -22,9 +22,9 @@ def gather_rows(x_GN: jax.Array, index_GJ: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def spread(x_GSM: jax.Array, place_GP: jax.Array, source_GJ: jax.Array, tokens: int) -> jax.Array:
-    """The token that has each place, (G, J, M), or zeros where a place is empty.
+    """The row of the token that has each place, (G, J, M), or zeros where a place is empty.
 
-    A choice's index modulo the tokens is its token, as choices are ordered by rank first.
+    Choices are ordered by rank first, so a choice's index modulo `tokens` is its token.
     """
     return gather_rows(x_GSM, jnp.where(source_GJ < place_GP.shape[1], source_GJ % tokens, tokens))
 
@@ -58,8 +58,8 @@ def collect_weighed(
 ) -> jax.Array:
     """The sum of what is in each token's places, times the weights of its choices, (S, M).
 
-    It is for one group. Weights are multiplied where rows are gathered: rows are not written once
-    more before.
+    It is for one group. Rows are multiplied by weights as they are gathered, and not written to
+    memory once more.
     """
     rows_PM = gather_rows(y_JM[None], place_P[None])[0]
     weighed_PM = rows_PM * weight_P[:, None].astype(y_JM.dtype)
@@ -74,7 +74,7 @@ def _weighed_forward(
 
 
 def _weighed_backward(tokens: int, saved: tuple, gradient_SM: jax.Array) -> tuple:
-    """The gradients to rows and to weights, both made row by row."""
+    """The gradients to rows and to weights, both computed row by row."""
     y_JM, weight_P, place_P, source_J = saved
     spread_GJM: Any = spread(gradient_SM[None], place_P[None], source_J[None], tokens)
     gradient_JM = spread_GJM[0]

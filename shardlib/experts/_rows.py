@@ -1,18 +1,18 @@
-"""Rows of tokens to the devices of their experts and back, as many as there are.
+"""Send all rows of tokens to the devices of their experts and back; none is dropped.
 
-    choices of a device's tokens    sorted by expert, and so by the device that has it
+    choices of a device's tokens    sorted by expert, and so by the device that has the expert
       |  sent, in rounds of a fixed number of rows
     rows of a device's experts      sorted by expert, and for each by the device they come from
 
-Every device knows how many rows each has for each expert, and so where each row goes. The buffers
-of the first round have a fixed size, a little more than an even load takes. What does not fit goes
-in further rounds, whose buffers are a fraction of that: a program has memory for them whether they
-run or not.
+Every device knows how many rows each device has for each expert, and so where each row goes. The
+buffers of the first round have a fixed size, a little more than an even load needs. What does not
+fit goes in further rounds. Their buffers are a fraction of that, since a program has memory for
+them whether they run or not.
 
-    ragged   rows are sent to where they belong, in one collective that moves no others. A round
-             ends where the fullest device is full.
+    ragged   each row is sent to its final place, in one collective that moves no others. A round
+             takes as many rows as the fullest device has room for.
     dense    all devices send each other equally many rows, of which some may be empty, and what
-             arrived is sorted. A round ends where the fullest pair of devices is full.
+             arrived is sorted. A round takes as many as the fullest pair of devices has room for.
 
 Shape suffixes: T tokens of a device, K choices of a token, P = K T, the choices by rank, then by
 token; D devices, E experts, L experts of a device, J rows that a device sends in a round, R rows
@@ -31,17 +31,17 @@ from shardlib.experts._row_moves import collect_weighed, spread
 
 Sending: TypeAlias = Literal["ragged", "dense"]
 SENDING = get_args(Sending)
-# Rows of a buffer are a multiple of the largest of these that leaves it within its limit: tiles of
-# a kernel are whole.
+# The rows of a buffer are a multiple of the largest of these that its limit allows, so that kernels
+# have whole tiles.
 _MULTIPLES = (128, 64, 32, 16, 8, 4, 2, 1)
-# So many times the rows of a further round fit in the first one.
+# The first round has room for so many times the rows of a further one.
 FURTHER_ROUNDS = 4
 
 
 class Plan(NamedTuple):
-    """Where the choices of a device's tokens are in the order of experts, and what others have."""
+    """Where the choices of a device's tokens are in the order of experts, and counts of all."""
 
-    expert_P: jax.Array  # the count of experts where a choice is not wanted
+    expert_P: jax.Array  # the expert of each choice; the count of experts if it is not wanted
     order_P: jax.Array  # the choices in the order of their experts
     place_P: jax.Array  # where each choice is in that order
     counts_DE: jax.Array  # how many rows each device has for each expert
@@ -53,7 +53,7 @@ class Round(NamedTuple):
     - `place_P`: for each choice the row in which it is sent; the count of rows where it is not.
     - `source_J`: for each row that is sent its choice; the count of choices where it is empty.
     - `sizes_L`: how many rows this device gets for each of its experts.
-    - `moves`: what the collective is told, both ways.
+    - `moves`: the arguments of the collective, both ways.
     """
 
     place_P: jax.Array
@@ -63,7 +63,7 @@ class Round(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """The order of rows that arrived, by expert, and back."""
+    """The order that sorts the rows that arrived by expert, and its inverse."""
 
     order_R: jax.Array
     place_R: jax.Array
@@ -74,7 +74,7 @@ class Arrived(NamedTuple):
 
     - `device_R`: the device that has sent each row.
     - `place_R`: where the row is among that device's choices, in the order of their experts.
-    - `is_row_R`: whether it is a row at all.
+    - `is_row_R`: whether there is a row, and not an empty place.
     """
 
     device_R: jax.Array
@@ -83,11 +83,11 @@ class Arrived(NamedTuple):
 
 
 class Way(NamedTuple):
-    """What `ragged_all_to_all` is told to send rows one way.
+    """The arguments of `ragged_all_to_all` that send rows one way.
 
     - `slices`: where slices begin, how many rows they have, where these are put on the device that
       gets them, and how many rows arrive in each.
-    - `arrives`: for each row that may arrive, whether one does.
+    - `arrives`: for each row of the receiving buffer, whether one arrives there.
     """
 
     slices: tuple[jax.Array, ...]
@@ -95,7 +95,7 @@ class Way(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """Rows to the experts, and back to the tokens."""
+    """The way of rows to the experts, and their way back to the tokens."""
 
     to_experts: Way
     to_tokens: Way
@@ -106,13 +106,13 @@ class RowExchange:
     """How the choices of a device's tokens are sent to the devices of the experts.
 
     - `axes`: the manual axes that the experts are split over.
-    - `devices`: how many devices that are.
+    - `devices`: how many devices these axes have.
     - `experts`: how many experts there are on all of them.
     - `tokens`, `choices`: how many tokens a device has, and how many choices of a token.
     - `form`: of the collective.
     - `buffer`: how many times the rows of an even load a device has room for in the first round.
-    - `is_further`: whether it is that of the rounds after the first one.
-    - `even`: how many rows of a device an even load has; by default those of all choices.
+    - `is_further`: whether this is the exchange of the rounds after the first one.
+    - `even`: how many rows a device has under an even load; by default as many as it has choices.
     """
 
     axes: tuple[str, ...]
@@ -144,7 +144,7 @@ class RowExchange:
 
     @property
     def room(self) -> int:
-        """How many rows fit in a round: for a device, or for a pair of devices if it is dense."""
+        """How many rows a round has room for: on a device or, if dense, for a pair of devices."""
         total = self.tokens * self.choices
         if self.devices == 1:
             return total
@@ -157,7 +157,7 @@ class RowExchange:
         return _rounded_up(-(-room // FURTHER_ROUNDS))
 
     def plan(self, expert_TK: jax.Array, wanted_TK: jax.Array) -> Plan:
-        """Sort the choices of this device's tokens, and tell all devices how many there are."""
+        """Sort the choices of this device's tokens, and gather the counts of all devices."""
         expert_P = jnp.where(wanted_TK, expert_TK, self.experts).T.reshape(-1)
         order_P = _order(expert_P, self.experts)
         place_P = _inverse(order_P)
@@ -180,7 +180,7 @@ class RowExchange:
         return 1 - (-left // self.further.room)
 
     def _before(self, number: Any) -> Any:
-        """How many rows fit in the rounds before the one of this number."""
+        """How many rows the rounds before the one of this number have room for."""
         if not self.is_further:
             return 0
         return replace(self, is_further=False).room + (number - 1) * self.room
@@ -220,7 +220,8 @@ class RowExchange:
         """Where the rows of a round come from, on devices of one expert each."""
         me, first = lax.axis_index(self.axes), self._before(number)
         counts_D = plan.counts_DE[:, me]
-        # Of each device's rows for this one: how many are in rounds before, and how many in this.
+        # Of the rows that each device has for this one: how many are in rounds before, and how many
+        # in this round.
         if self.form == "ragged":
             begin_D = _sums_up_to(counts_D) - counts_D
             skipped_D = jnp.clip(first - begin_D, 0, counts_D)
@@ -236,7 +237,7 @@ class RowExchange:
         return Arrived(device_R, place_R, row_R < end_D[-1])
 
     def _all_to_all(self, x_JM: jax.Array) -> jax.Array:
-        """Equally many rows from each device to each."""
+        """Send equally many rows from each device to each."""
         return lax.all_to_all(x_JM, self.axes, 0, 0, tiled=True)
 
     def _only_round(self, plan: Plan) -> Round:
@@ -259,13 +260,13 @@ class RowExchange:
         counts_DDL = plan.counts_DE.reshape(self.devices, self.devices, -1)
         to_D = counts_DDL[me].sum(1)
         begins_D = _sums_up_to(to_D) - to_D
-        # For each row that is sent, the how-manieth it is of those for its device.
+        # The index of each row that is sent, among all rows for the same device.
         within_J = first + jnp.tile(jnp.arange(room), self.devices)
         device_J = jnp.repeat(jnp.arange(self.devices), room)
         sorted_J = begins_D[device_J] + within_J
         is_row_J = within_J < to_D[device_J]
         source_J = jnp.where(is_row_J, plan.order_P[jnp.minimum(sorted_J, count - 1)], count)
-        # The same from the choices' side.
+        # The inverse: the row of each choice.
         device_P = jnp.minimum(plan.expert_P // self.local_experts, self.devices - 1)
         within_P = plan.place_P - begins_D[device_P] - first
         is_sent_P = (plan.expert_P < self.experts) & (within_P >= 0) & (within_P < room)
@@ -294,20 +295,21 @@ class RowExchange:
         before_E = (_sums_up_to(totals_DL, 1) - totals_DL).reshape(-1)
         arrive_DE = before_E + _sums_up_to(counts_DE, 0) - counts_DE
         leave_DE = _sums_up_to(counts_DE, 1) - counts_DE
-        # Those of this round are a stretch of them.
+        # The rows of this round are a contiguous part of them.
         skipped_DE = jnp.clip(first - arrive_DE, 0, counts_DE)
         sent_DE = jnp.clip(first + room - arrive_DE, 0, counts_DE) - skipped_DE
         leave_DE = leave_DE + skipped_DE
-        # An offset of no rows may lie beyond the end, where a backend may not look.
+        # The offset of an empty slice could be beyond the end, which a backend may not accept.
         arrive_DE = jnp.clip(arrive_DE + skipped_DE - first, 0, room)
 
-        def mine(x_DE: jax.Array) -> jax.Array:
-            own = x_DE.reshape(self.devices, self.devices, -1)[:, me]
-            return own.reshape(-1)
+        def for_own_experts(x_DE: jax.Array) -> jax.Array:
+            of_experts_DL = x_DE.reshape(self.devices, self.devices, -1)[:, me]
+            return of_experts_DL.reshape(-1)
 
-        sizes_L = mine(sent_DE).reshape(self.devices, -1).sum(0)
-        to_experts = leave_DE[me], sent_DE[me], arrive_DE[me], mine(sent_DE)
-        to_tokens = mine(arrive_DE), mine(sent_DE), mine(leave_DE), sent_DE[me]
+        received = for_own_experts(sent_DE)
+        sizes_L = received.reshape(self.devices, -1).sum(0)
+        to_experts = leave_DE[me], sent_DE[me], arrive_DE[me], received
+        to_tokens = for_own_experts(arrive_DE), received, for_own_experts(leave_DE), sent_DE[me]
         ways = Ways(
             Way(to_experts, jnp.arange(room) < sizes_L.sum()),
             Way(to_tokens, _within(plan, leave_DE[me], sent_DE[me])),
@@ -316,10 +318,10 @@ class RowExchange:
 
 
 def _within(plan: Plan, first_E: jax.Array, count_E: jax.Array) -> jax.Array:
-    """Which sorted choices are among so many of each expert's, from the first one on."""
+    """Which sorted choices are among the `count_E` of their expert that begin at `first_E`."""
     expert_P = plan.expert_P[plan.order_P]
     number_P = jnp.arange(expert_P.size)
-    # Choices that are not wanted are of one expert more than there are.
+    # Choices that are not wanted have the index after the last expert's.
     none = jnp.zeros(1, count_E.dtype)
     first_P = jnp.concatenate([first_E, none])[expert_P]
     count_P = jnp.concatenate([count_E, none])[expert_P]
@@ -327,7 +329,7 @@ def _within(plan: Plan, first_E: jax.Array, count_E: jax.Array) -> jax.Array:
 
 
 def _room(even: int, buffer: float) -> int:
-    """The rows of a buffer: no less than an even load, and within so many times that."""
+    """The rows of a buffer: at least those of an even load, and at most `buffer` times as many."""
     most = int(even * buffer)
     for multiple in _MULTIPLES:
         rows = most // multiple * multiple
@@ -337,7 +339,7 @@ def _room(even: int, buffer: float) -> int:
 
 
 def _rounded_up(part: int) -> int:
-    """The rows of a buffer for so many: not many more, in whole tiles."""
+    """The rows of a buffer for `part` rows: not many more, in whole tiles."""
     for multiple in _MULTIPLES:
         rows = -(-part // multiple) * multiple
         if rows <= 1.25 * part:
@@ -346,12 +348,12 @@ def _rounded_up(part: int) -> int:
 
 
 def _order(expert_P: jax.Array, most: int) -> jax.Array:
-    """The order that sorts numbers of experts up to the highest, equal ones as they come."""
+    """The order that sorts indices of experts, of which `most` is the highest; it is stable."""
     count = expert_P.size
     if (most + 1) * count >= 2**31:
         return jnp.argsort(expert_P, stable=True).astype(jnp.int32)
-    # One array is sorted in less time than an array and the order of its numbers, and a TPU's
-    # compiler makes a shorter program of it.
+    # Each choice's expert and index are one number. To sort these takes less time than an argsort,
+    # and a TPU's compiler makes a shorter program of it.
     number_P = jnp.arange(count, dtype=jnp.int32)
     return jnp.sort(expert_P.astype(jnp.int32) * count + number_P) % count
 
@@ -371,13 +373,13 @@ def _sums_up_to(x: jax.Array, dim: int = 0) -> jax.Array:
 
 
 def _inverse(order_P: jax.Array) -> jax.Array:
-    """Where each number is in an order of all of them."""
+    """The inverse of a permutation."""
     numbers = jnp.arange(order_P.size, dtype=jnp.int32)
     return jnp.zeros_like(order_P).at[order_P].set(numbers, unique_indices=True)
 
 
 def _reordered(x_RM: jax.Array, order: Sorted) -> jax.Array:
-    """The rows in another order of all of them; the gradient is a gather, too."""
+    """The rows in another order; its gradient is a gather, too, by the inverse order."""
     moved: Any = spread(x_RM[None], order.place_R[None], order.order_R[None], x_RM.shape[0])
     return moved[0]
 
@@ -389,11 +391,11 @@ def _send_slices(axes: tuple[str, ...], x_JM: jax.Array, there: Way, back: Way) 
     Args:
         axes: of the devices.
         x_JM: the rows.
-        there: which go where.
-        back: the same of the other direction, for the gradient.
+        there: which rows go where.
+        back: the same for the other direction, which the gradient takes.
     """
     del back
-    # To fill the buffer with zeros takes longer than to leave out what did not arrive.
+    # The buffer is not initialized: to fill it with zeros takes longer than to mask it afterwards.
     buffer = lax.empty((there.arrives.size, x_JM.shape[1]), x_JM.dtype)
     received = lax.ragged_all_to_all(x_JM, buffer, *there.slices, axis_name=axes)
     return jnp.where(there.arrives[:, None], received, jnp.zeros_like(received))

@@ -1,7 +1,7 @@
 """How many rows leave their device for experts elsewhere, by the level of the network they take.
 
-It is counted where the tokens are, from the experts that they want, so that it is the same for each
-form of the collective: what is sent besides to fill buffers is not among it.
+Rows are counted on the devices of the tokens, from the experts that these choose. So the counts are
+the same for each form of the collective, and leave out rows that are sent only to fill buffers.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from shardlib.layouts._specs import axes_without, parts_over
 
 
 class RowsSent(NamedTuple):
-    """How many rows tokens are sent as, counted on the device that they come from.
+    """How many rows are sent for the tokens of a device.
 
     - `within`: to another device of the same node.
     - `across`: to another node; None where there is one node.
@@ -32,9 +32,9 @@ class RowsSent(NamedTuple):
 class ExpertPlaces:
     """Which devices of the manual axes have which experts.
 
-    - `axes`: that the experts are split over, all of them manual.
-    - `slow`: those of them that lead to another node.
-    - `experts`: how many there are on all devices.
+    - `axes`: the axes that the experts are split over, all of them manual.
+    - `slow`: those of these axes that lead to another node.
+    - `experts`: how many experts there are on all devices.
     - `once`: whether a token is sent once to all its experts of a node, and from there to these.
     """
 
@@ -44,7 +44,7 @@ class ExpertPlaces:
     once: bool
 
     def rows_sent(self, choices: Choices) -> RowsSent:
-        """How many rows the tokens of this device are sent as."""
+        """How many rows are sent for the tokens of this device."""
         if not self.axes:
             return RowsSent(jnp.float32(0), None)
         sizes = current_mesh().shape
@@ -76,5 +76,5 @@ def _differs(place_of: dict[str, jax.Array], axes: Iterable[str]) -> jax.Array:
 
 
 def _count(is_one: jax.Array) -> jax.Array:
-    """How many are true, in float32 as all sums of the statistics."""
+    """How many are true, in float32 like all sums of the statistics."""
     return (is_one * 1.0).sum()
