@@ -4,11 +4,11 @@
     their first choices   B   A   B   B
     places, with C = 2    A: 1, -    B: 0, 2     the choice of token 3 found no place
 
-`Einsum` is GShard's: a mask of groups x tokens x experts x places, and two products with it.
-`Scatter` sorts the choices and moves rows: no mask, so its memory does not grow with experts times
-places beyond the tokens' own. Both give an expert its first choices before its second ones, and in
-each rank the earlier tokens first; what finds no place is dropped. Tokens that experts chose have
-their places already, see `dispatch_taken`.
+`Einsum` is GShard's: masks of groups x tokens x experts x places, and a product with one of them
+each way. `Scatter` sorts the choices and moves rows, so its memory is that of the tokens and of the
+places, without masks. Both give places to first choices before second ones, and in each rank to
+earlier tokens first; a choice that finds no place is dropped. Tokens that experts chose have their
+places already, see `dispatch_taken`.
 
 Shape suffixes: G groups, S tokens of a group, E experts, K choices of a token, C places of an
 expert, M width; P = K S, the choices of a group by rank, then by token; J = E C, all places of a
@@ -81,7 +81,7 @@ class Scatter(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Dispatch of tokens that experts chose: each place has a token's number.
+    """Dispatch of tokens that experts chose: each place has the index of its token.
 
     A token has any number of places. So outputs are added to their tokens, which is a scatter.
     """
@@ -102,7 +102,7 @@ class Gather(NamedTuple):
         y_GJM = y_GJM * self.weight_GJ[..., None].astype(y_GJM.dtype)
 
         def add(token_J: jax.Array, y_JM: jax.Array) -> jax.Array:
-            # Empty places have a number beyond the end, and are dropped.
+            # Empty places have an index beyond the end, and are dropped.
             sums = jnp.zeros((self.shape[0], y_JM.shape[-1]), y_JM.dtype)
             return sums.at[token_J].add(y_JM, mode="drop")
 
@@ -119,7 +119,7 @@ def dispatch_taken(taken: Taken, tokens: int, form: Form) -> Einsum | Gather:
     if form == "einsum":
         one_hot_GECS = jax.nn.one_hot(taken.token, tokens) * taken.wanted[..., None]
         dispatched = jnp.moveaxis(one_hot_GECS, -1, 1)
-        # A weight that is no number is its own token's alone.
+        # Not a product, by which a weight of nan would reach other tokens.
         weight_GECS = jnp.where(one_hot_GECS > 0, taken.weight[..., None], 0)
         combined = jnp.moveaxis(weight_GECS, -1, 1)
         return Einsum(dispatched, combined, dispatched.sum(-1) > 0)
@@ -141,7 +141,7 @@ def dispatch(choices: Choices, experts: int, places: int, form: Form) -> Einsum 
     expert_GP, weight_GP, wanted_GP = (
         part.swapaxes(1, 2).reshape(-1, ranks * tokens) for part in choices[:3]
     )
-    # What is not wanted goes to one expert more than there are, and takes nobody's place.
+    # Choices that are not wanted get the index after the last expert, and take no other's place.
     expert_GP = jnp.where(wanted_GP, expert_GP, experts)
     position_GP = _positions(expert_GP, experts, form)
     kept_GP = wanted_GP & (position_GP < places)
@@ -149,7 +149,7 @@ def dispatch(choices: Choices, experts: int, places: int, form: Form) -> Einsum 
     if form == "einsum":
         position_GSK = position_GP.reshape(-1, ranks, tokens).swapaxes(1, 2)
         return _masks(choices, position_GSK, kept_GSK, experts, places)
-    # Places are numbered expert by expert; one number more than there are stands for none.
+    # Places are numbered expert by expert; the number after the last stands for none.
     place_GP = jnp.where(kept_GP, expert_GP * places + position_GP, experts * places)
     source_GJ = jax.vmap(lambda place: _inverse(place, experts * places))(place_GP)
     return Scatter(place_GP, source_GJ, weight_GP, (tokens, experts, places), kept_GSK)

@@ -1,4 +1,4 @@
-"""Rows across a slow network once for each node that has experts of a token, and there to these.
+"""Send a token across a slow network once for each node of its experts, and there to these.
 
     tokens                          on their devices
       | across: once to each node that has experts of the token
@@ -8,13 +8,13 @@
       | across: back
     sums over nodes                 on the devices of the tokens
 
-A node is all devices with the same place along the axes across. A token that wants several experts
-of one node is sent to it once, and what comes back is one row as well: the weighted sum of what
-they made of it. Which experts a token wants, and with what weights, is gathered from all nodes: it
-is little beside the rows, and a TPU pads short rows that it sends to 1,024 numbers.
+A node is all devices with the same place along the axes across. A token that chooses several
+experts of one node is sent to it once, and one row comes back: the weighted sum of their outputs.
+The experts and weights of each token's choices are not sent with its row, but gathered from all
+nodes: they are small beside the rows, and a TPU pads short rows that it sends to 1,024 numbers.
 
-Each level has rounds of its own: what does not fit across goes in a further round, and so does what
-does not fit within.
+Each level has rounds of its own: rows that do not fit across are sent in a further round, and so
+are rows that do not fit within.
 
 Shape suffixes: T tokens of a device, K choices of a token, N nodes, C nodes that a token is sent
 to at most, R rows that a device gets from other nodes.
@@ -48,7 +48,8 @@ from shardlib.kernels._shards import per_shard
 class Levels:
     """A layer whose experts are split over axes across nodes and axes within them.
 
-    - `across`, `within`: the axes, all of them manual; those across are the first of the experts'.
+    - `across`, `within`: the axes, all of them manual; in the rule for experts, those across come
+      first.
     - `nodes`, `devices`: how many nodes there are, and devices of each.
     - `experts`, `choices`: how many experts there are, and how many a token goes to.
     - `most_nodes`: how many nodes the experts of a token are on at most.
@@ -71,13 +72,13 @@ class Levels:
         return self.experts // self.nodes
 
     def expected_nodes(self) -> float:
-        """On how many nodes the experts of a token are, if all experts are wanted alike."""
+        """On how many nodes the experts of a token are, if all are chosen equally often."""
         elsewhere = math.comb(self.experts - self.node_experts, self.choices)
         share = 1 - elsewhere / math.comb(self.experts, self.choices)
         return min(self.nodes * share, self.most_nodes)
 
     def rounds(self, layout: TokenLayout, tokens: int) -> "NodeRounds":
-        """The rounds across, of so many tokens of a device."""
+        """The rounds across, for so many tokens on each device."""
         exchange = RowExchange(
             self.across,
             self.nodes,
@@ -93,11 +94,12 @@ class Levels:
 
 
 class NodePlan(NamedTuple):
-    """Where tokens go across, and what the other nodes' tokens want.
+    """Where tokens go across, and what the tokens of other nodes choose.
 
     - `across`: where this device's tokens go.
-    - `order_NP`: the places of tokens in the order of their nodes, of one device of each node.
-    - `expert_NTK`: the experts that these tokens want; -1 where a choice is none.
+    - `order_NP`: for the device of each node with this one's place, its tokens' choices of nodes in
+      the order of these nodes.
+    - `expert_NTK`: the experts that the tokens of these devices choose; -1 where a choice is none.
     """
 
     across: Plan
@@ -166,7 +168,7 @@ class NodeRounds:
     def output(
         self, experts: GroupedExperts, number: jax.Array, plan: NodePlan, operands: Operands
     ) -> Made:
-        """What the experts make of the tokens that are sent across in one round."""
+        """The experts' outputs for the tokens that are sent across in one round."""
         weight = operands.choice_weight
         rows, _ = self.sender.send(number, plan.across, operands.x)
         choices = self._choices_of_rows(number, plan, weight)
@@ -176,20 +178,21 @@ class NodeRounds:
         return Made(made.astype(operands.x.dtype), rounds - 1)
 
     def _choices_of_rows(self, number: jax.Array, plan: NodePlan, weight: jax.Array) -> Choices:
-        """The choices of rows from other nodes, of experts of this node by their numbers in it."""
+        """The choices of arrived rows, of this node's experts, by their index within the node."""
         exchange, layout = self.sender.exchange, self.sender.layout
 
         def run(number: Any, plan: Plan, *told: jax.Array) -> tuple[jax.Array, ...]:
+            # The first two have a dim of one for the device.
             (order_NP,), (expert_NTK,), weight = told
             from_R, place_R, is_row_R = exchange.arrived(own_plan(plan), number)
             token_R = order_NP.at[from_R, place_R].get(mode="clip") % exchange.tokens
             weight_NTK = self._gathered(flat_tokens(weight))
             expert_RK = expert_NTK[from_R, token_R]
             first = lax.axis_index(self.levels.across) * self.levels.node_experts
-            number_RK = expert_RK - first
-            is_here_RK = (number_RK >= 0) & (number_RK < self.levels.node_experts)
-            is_here_RK = is_here_RK & is_row_R[:, None]
-            return jnp.where(is_here_RK, number_RK, 0), weight_NTK[from_R, token_R], is_here_RK
+            local_RK = expert_RK - first
+            is_local_RK = (local_RK >= 0) & (local_RK < self.levels.node_experts)
+            is_local_RK = is_local_RK & is_row_R[:, None]
+            return jnp.where(is_local_RK, local_RK, 0), weight_NTK[from_R, token_R], is_local_RK
 
         arrays = [plan.order_NP, plan.expert_NTK, weight]
         given = [layout.by_device(), layout.by_device(), layout.by_token()]
@@ -197,7 +200,7 @@ class NodeRounds:
         return Choices(*self.sender.with_plan(run, number, plan.across, arrays, given, made))
 
     def _gathered(self, x: jax.Array) -> jax.Array:
-        """Arrays of all nodes, of the devices with this one's place in their node."""
+        """An array of each node, from the device with this one's place in its node."""
         return lax.all_gather(x, self.levels.across)
 
 
@@ -208,11 +211,11 @@ def nodes_of(node: jax.Array, nodes: int, most: int) -> tuple[jax.Array, jax.Arr
     [[1, 3], [0, 1]]
 
     Args:
-        node: of each choice, (..., choices); one number more than there are stands for none.
-        nodes: how many there are.
-        most: on how many a token's experts are at most.
+        node: the node of each choice, (..., choices); the count of nodes stands for none.
+        nodes: how many nodes there are.
+        most: on how many nodes the experts of a token are at most.
     """
     is_wanted = (node[..., None] == jnp.arange(nodes)).any(-2)
-    # Those that are wanted come first, in their order.
+    # `top_k` is stable: nodes that are wanted come first, in their order.
     first, order = lax.top_k(is_wanted.astype(jnp.int32), most)
     return order, first > 0

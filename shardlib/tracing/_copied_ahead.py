@@ -1,8 +1,8 @@
-"""Arrays in the memory of the host, copied to the device before they are asked for.
+"""Arrays in the memory of the host, copied to the device before they are needed.
 
-JAX copies an activation back from the host where the backward pass of its block reads it: the input
-of a block at once, so that the device would wait for the copy. A loop over layers can copy what the
-next layer reads while it is busy with one:
+JAX copies an activation back from the host where the backward pass of its block reads it. The input
+of a block is read first, so the device would wait for the copy. A loop over layers can copy what
+the next layer reads while it computes with one:
 
     backward    copy of layer 3   layer 3               layer 2               layer 1
                                   copy of layer 2       copy of layer 1       ...
@@ -25,7 +25,7 @@ from shardlib.tracing._jaxpr import CALLS, evaluate, open_jaxpr, readers_of, var
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What the layers of a loop have kept, of which some is in the memory of the host.
+    """The values that the layers of a loop have kept, some of them in the memory of the host.
 
     - `stacks`: an array for each value, with a first dim for the layers.
     - `start`, `stop`: the numbers of these layers.
@@ -47,23 +47,23 @@ class Kept:
         of_layer = []
         for stack in self.stacks:
             if is_on_host(stack):
-                # A loop may be one of several that share the layers out, with stacks of its own.
+                # The layers may be divided among several loops, with stacks of their own.
                 place = number - self.start
                 of_layer.append(lax.dynamic_index_in_dim(stack, place, 0, keepdims=False))
         return of_layer
 
     def first_copies(self) -> list[Any]:
-        """Copies of what the layer has kept that is differentiated first.
+        """Copies of the values of the layer that is differentiated first.
 
-        They are made before the loop, whose turns copy for the next turn only.
+        They are made before the loop, since each of its iterations copies for the next one only.
         """
         first = self.start if self.reverse else self.stop - 1
         return [to_device(array) for array in self.of_layer(first)]
 
     def next_copies(self, number: Any) -> list[Any]:
-        """The same of the layer after this one; after the last one, of itself.
+        """Copies of the values of the layer that is differentiated next, or of the last one.
 
-        The turns of a loop are alike, so that the last one copies too, and nobody reads that.
+        All iterations of a loop are alike: the last one copies too, and nothing reads those copies.
         """
         after = jnp.maximum(number - 1, self.start)
         if self.reverse:
@@ -83,15 +83,15 @@ class Kept:
 def with_copies(
     function: Callable[[list[Any]], Any], arrays: Sequence[Any], copies: Sequence[Any]
 ) -> Any:
-    """`function(arrays)`, of arrays in the memory of the host, of which there are copies.
+    """`function(arrays)` of arrays in the memory of the host, with copies on the device instead.
 
-    An array that the function does anything else with than copy it is handed to it as it is.
+    An array that the function does not only copy to the device is passed to it as it is.
     """
     if not arrays:
         return function([])
     traced, out = jax.make_jaxpr(function, return_shape=True)(list(arrays))
     which = [_is_only_copied(traced.jaxpr, var) for var in traced.jaxpr.invars]
-    # A block may compute with an array of the host there. Then it needs that array and no copy.
+    # A block may compute on the host with an array there. Then it needs that array and no copy.
     given = []
     for array, copy, is_copied in zip(arrays, copies, which, strict=True):
         given.append(copy if is_copied else array)
@@ -100,7 +100,7 @@ def with_copies(
 
 def _is_only_copied(jaxpr: Jaxpr, var: Any) -> bool:
     """Whether a function does nothing with a variable but copy it to the device."""
-    # Who reads what a function returns is not known here.
+    # What reads the results of the function is not known here.
     if var in variables(jaxpr.outvars):
         return False
     return all(_only_copies(equation, var) for equation in readers_of(jaxpr, var))
@@ -124,9 +124,9 @@ def _is_of_host(var: Any) -> bool:
 
 
 def _of_copies(jaxpr: Jaxpr, which: Sequence[bool]) -> Jaxpr:
-    """A function that takes copies on the device of some of its arguments, and copies them not.
+    """A function that takes copies of some arguments on the device, and does not copy them.
 
-    Functions that it calls are rewritten alike, if they get any of these arguments.
+    Functions that it calls are rewritten likewise, if they get any of these arguments.
     """
     # What stands for a variable, and the arguments that are copies now.
     stands_for: dict[Any, Any] = {}
@@ -144,7 +144,7 @@ def _of_copies(jaxpr: Jaxpr, which: Sequence[bool]) -> Jaxpr:
     for equation in jaxpr.eqns:
         are_copies = [not isinstance(x, Literal) and x in copied for x in equation.invars]
         if any(are_copies) and equation.primitive.name == "device_put":
-            # The copy is there already, so that nothing is left of the equation.
+            # The copy is there already: the equation is dropped.
             stands_for[equation.outvars[0]] = stands_for[equation.invars[0]]
             continue
         params = equation.params
