@@ -58,6 +58,16 @@ def test_attention_by_gpu_kernels_takes_any_lengths_and_sizes(shape, implementat
 
 
 @pytest.mark.parametrize("implementation", WHERE)
+@pytest.mark.parametrize("options", [{"sinks": np.full(2, 2.5e38, "f")}, {"soft_cap": 3e38}])
+def test_attention_by_gpu_kernels_with_scores_near_the_largest_number(options, implementation):
+    arrays = {**make(128, 128, **FEW), **options}
+    cap = {"soft_cap": arrays.pop("soft_cap")} if "soft_cap" in arrays else {}
+    arrays = {name: x if name == "sinks" else jnp.bfloat16(x) for name, x in arrays.items()}
+    y, lse = attend(arrays, {**cap, "implementation": implementation})
+    assert np.isfinite(y.astype("f")).all() and np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("implementation", WHERE)
 @pytest.mark.parametrize("starts", [(0, 0), (300, 0), (64, 128), (0, 300)])
 def test_attention_by_gpu_kernels_takes_traced_start_positions(starts, implementation):
     arrays = {name: jnp.bfloat16(x) for name, x in make(256, 384, **FEW).items()}

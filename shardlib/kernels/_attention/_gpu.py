@@ -62,7 +62,7 @@ def _refuses_sizes(task: Task) -> str | None:
     """Why the kernels cannot take the sizes of heads and values; None if they can."""
     size, value_size = task.arrays["q"].shape[3], task.arrays["v"].shape[3]
     if not value_size:
-        return "takes values of some numbers, and these have none"
+        return "takes values of at least one number, and these have none"
     if max(size, value_size) > LARGEST_HEAD:
         return (
             f"takes heads and values of at most {LARGEST_HEAD} numbers; here {size} and "

@@ -4,7 +4,6 @@ The formulas are those at the top of the reference. Exponentials are powers of t
 computes them: scores are multiplied by `log2(e)` first.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.kernels._attention._gpu_rows import Block, Body, Rows
-
-LOG2_E = math.log2(math.e)
+from shardlib.kernels._attention._reference import LARGEST_SCORE, LOG2_E
 
 
 def _scores(rows: Rows, block: Block, x: str, y: str) -> jax.Array:
@@ -53,7 +51,7 @@ def _start_forward(rows: Rows) -> _Sums:
     width = rows.walk.arrays["v"].shape[-1]
     if rows.sink is None:
         return _Sums(rows.full(-jnp.inf), rows.full(0), rows.full(0, width))
-    highest = rows.full(rows.sink * LOG2_E)
+    highest = rows.full(jnp.minimum(rows.sink, LARGEST_SCORE) * LOG2_E)
     return _Sums(highest, rows.full(1), rows.full(0, width))
 
 

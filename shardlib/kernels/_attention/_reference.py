@@ -27,6 +27,7 @@ Backward walks over the same pairs and makes the scores again. With `p_j = exp(z
 so that memory is linear in the lengths, forward and backward.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,6 +40,11 @@ from shardlib.kernels._attention._mask import Mask
 from shardlib.kernels._attention._pairs import BlockPairs, PairMask
 from shardlib.kernels._rows import compute_dtype
 from shardlib.kernels._shards import as_varying, varying
+
+# Kernels compute exponentials to the base of two.
+LOG2_E = math.log2(math.e)
+# The largest score whose exponent, `score / log(2)`, is finite. Larger scores count as this one.
+LARGEST_SCORE = float(jnp.finfo(jnp.float32).max) / LOG2_E
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def refuses(task: Task) -> str | None:
                 f"pad them to {length + -length % LANES}, with a segment of their own"
             )
     if not v.shape[3]:
-        return "takes values of some numbers, and these have none"
+        return "takes values of at least one number, and these have none"
     assert task.device is not None
     fitting = fitting_blocks(q, v, attention.mask, task.device.kind)
     if not fitting:

@@ -14,7 +14,6 @@ a product of a query and a key, since the scale of scores is part of the factor.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,13 +22,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from shardlib.kernels._attention._reference import LARGEST_SCORE, LOG2_E
 from shardlib.kernels._attention._tpu_grid import Prefetched, Steps, distance_of
 from shardlib.kernels._attention._tpu_pattern import seen_by_bits
 from shardlib.kernels._tpu import LANES
 
-LOG2_E = math.log2(math.e)
-# The largest score whose exponent, `score / log(2)`, is finite. Larger scores count as this one.
-LARGEST_SCORE = float(jnp.finfo(jnp.float32).max) / LOG2_E
 # Queries of a chunk in the forward pass.
 CHUNK = 2 * LANES
 
