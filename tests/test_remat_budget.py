@@ -560,3 +560,25 @@ def test_a_gpu_takes_no_more_than_the_budget():
     assert peak("full") < fitted.best.peak <= budget
     _, metrics = step(state, batch)
     assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.gpu_compiler
+def test_a_budget_counts_on_absent_gpus_what_a_plan_counts():
+    """Both compile without a device to try kernels on, and so with the same options."""
+
+    def gated(x, w):
+        gate = sl.checkpoint_name(x @ w["gate"], "gate")
+        return x + jnp.sin(gate) @ w["down"]
+
+    def loss(model, x, rng):
+        block = sl.remat(gated)
+        return jnp.mean(jax.lax.scan(lambda x, w: (block(x, w), None), x, model)[0] ** 2)
+
+    target = sl.Target("gpu:h100:1x1x8")
+    budget = sl.Remat.budget("100MiB")
+    strategy = sl.Strategy(mesh=target.mesh("data=8"), rules=sl.rules.data, remat=budget)
+    model = lambda: dict.fromkeys(("gate", "down"), jnp.zeros((4, 512, 512)))
+    state = sl.init(model, optax.sgd(0.1), strategy, abstract=True)
+    step, batch = sl.train_step(loss, strategy), jax.ShapeDtypeStruct((8192, 512), "float32")
+    plan = sl.plan(step, state, batch, target)
+    assert step.fitted_remat(state, batch).best.peak == plan.memory.stated_bytes

@@ -7,6 +7,18 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+# Nothing can be timed on a GPU that is not there, so kernels are chosen by default.
+OPTIONS_FOR_GPUS: dict[str, str | bool | int] = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+}
+
+
+def options_for(device: Any) -> dict[str, str | bool | int]:
+    """The options of a compiler that has no device to try anything on; none where it has one."""
+    is_gpu = device.platform in ("gpu", "cuda")  # JAX calls NVIDIA's platform by either name
+    return dict(OPTIONS_FOR_GPUS) if is_gpu and is_absent(device) else {}
+
 
 def is_absent(device: Any) -> bool:
     """Whether programs for this device can be compiled only."""

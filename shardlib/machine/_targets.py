@@ -23,6 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from shardlib.checks import _arguments as check
+from shardlib.machine._absent import OPTIONS_FOR_GPUS
 from shardlib.machine._chips import Chip
 from shardlib.machine._mesh import make_mesh, parse_axes, spell_axes
 from shardlib.machine._target_names import Machine, Platform, parse_machine
@@ -105,9 +106,7 @@ class Target:
     @property
     def compiler_options(self) -> dict[str, str | bool | int]:
         """Options for a compiler that has no device to try anything on."""
-        if self.platform == "gpu":  # nothing can be timed, so kernels are chosen by default
-            return {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-        return {}
+        return dict(OPTIONS_FOR_GPUS) if self.platform == "gpu" else {}
 
     @functools.cached_property
     def _machine(self) -> Machine:

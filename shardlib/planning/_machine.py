@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardlib._text import human_bytes
 from shardlib.checks import _arguments as check
-from shardlib.machine._absent import is_absent
+from shardlib.machine._absent import options_for
 from shardlib.machine._chips import CHIPS, Chip
 from shardlib.machine._mesh import format_mesh, slow_axes
 from shardlib.machine._targets import Target
@@ -150,8 +150,4 @@ def machine_of(mesh: Mesh | None, target: Target | None) -> tuple[Any, Chip, dic
     platform = device.platform
     if platform == "cuda":
         platform = "gpu"
-    # Without a target to ask, absent GPUs get the compiler options of a GPU target.
-    options: dict[str, Any] = {}
-    if platform == "gpu" and is_absent(device):
-        options = Target("gpu:h200:1x1x8").compiler_options
-    return platform, chip, options
+    return platform, chip, options_for(device)

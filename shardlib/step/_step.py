@@ -32,7 +32,7 @@ from shardlib.compiled._memory import peak_bytes
 from shardlib.layouts._annotate import UsedNames, mesh_of_step, recording
 from shardlib.layouts._placement import place
 from shardlib.layouts._remat_policy import Remat, RematBudget
-from shardlib.machine._absent import is_absent, without_cache
+from shardlib.machine._absent import is_absent, options_for, without_cache
 from shardlib.machine._agreement import require_agreement
 from shardlib.optimizers._local import Apart, Local
 from shardlib.step._apart import step_apart
@@ -220,7 +220,9 @@ class Step:
         def peak_of(remat: Any) -> int:
             lowered = self._with_remat(remat).lower(state, batch)
             with without_cache() if is_absent(device) else contextlib.nullcontext():
-                return peak_bytes(lowered.compile(), device.platform)
+                # As plans compile for devices that are not there.
+                options: Any = options_for(device)
+                return peak_bytes(lowered.compile(compiler_options=options), device.platform)
 
         return fit_remat(budget.memory, loops, peak_of, host=host)
 
