@@ -6,6 +6,7 @@ What is said of processes is shown by processes, and the rest in this one.
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -39,6 +40,14 @@ def blocks(model, x, rng):
     return jnp.mean(block(x) ** 2)
 
 blocky = step_for(blocks)
+
+def warning(mesh):
+    import warnings
+    warnings.warn("two\\nlines")
+    strategy = sl.Strategy(mesh=mesh, rules=sl.rules.data, precision="bf16")
+    state = sl.init(lambda: {"w": jnp.zeros((64, 64))}, optax.sgd(1e-3), strategy, abstract=True)
+    loss = lambda model, x, rng: jnp.mean((x @ model["w"]) ** 2)
+    return sl.train_step(loss, strategy), state, jax.ShapeDtypeStruct((16, 64), "float32")
 
 def failing(mesh):
     return undefined
@@ -192,6 +201,26 @@ def test_plan_command_refuses_options_of_a_frontier_before_it_compiles(
     assert "Traceback" not in result.stderr and not result.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--cache", __file__], "is no folder: name one"),
+        (["--cache", ""], "`--cache ` is no folder"),
+    ],
+)
+def test_plan_command_refuses_a_cache_that_can_keep_nothing(steps, plan_here, options, words):
+    result = plan_here(f"{steps}:good", "--target", "cpu:4", *options)
+    assert result.returncode == 2 and words in result.stderr and not result.stdout
+
+
+def test_plan_command_hands_warnings_on(steps):
+    result = plan(f"{steps}:warning", "--target", "cpu:4", "--no-cache")
+    told = [line for line in result.stderr.splitlines() if "Warning" in line]
+    assert result.returncode == 0 and len(told) == 2
+    assert re.search(r"^shardlib: .*steps.py:\d+: UserWarning: two lines$", told[0])
+    assert told[1].startswith("shardlib: ShardingWarning: The model gets `w` in bfloat16")
+
+
 @pytest.mark.long
 def test_plan_command_prints_and_draws_a_frontier(steps, tmp_path, plan_here):
     picture = tmp_path / "frontier.svg"
@@ -201,6 +230,8 @@ def test_plan_command_prints_and_draws_a_frontier(steps, tmp_path, plan_here):
     assert "compiled" in result.stdout and picture.read_text().startswith("<svg")
     # What is done is told while it is done.
     assert 'with "none" (2 of 2 compiled)' in result.stderr
+    result = plan_here(f"{steps}:blocky", *asked[:6], "--memory", "1KiB")
+    assert result.returncode == 1 and "fits" not in result.stdout and "too much" in result.stdout
     result = plan_here(f"{steps}:blocky", *asked[:4], "--memory", "1KiB", "--json")
     assert result.returncode == 1 and json.loads(result.stdout)["best"] is None
 

@@ -576,6 +576,49 @@ def test_plan_is_frozen_and_converts_to_text_and_json(on_cpu):
     ]
 
 
+def sums_over(axes, where="once"):
+    """The plan of a function that sums over axes of a mesh, with what a device sends each time."""
+    mesh = sl.make_mesh("data=2,fsdp=4")
+    x = jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(mesh, P()))
+    total = jax.shard_map(
+        lambda z: jax.lax.psum(z, axes), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    calls = {
+        "once": total,
+        "loop": lambda x: jax.lax.while_loop(lambda c: c[0] < 1e6, lambda c: total(c) + 1, x),
+        "branch": lambda x: jax.lax.cond(x[0] > 0, total, lambda y: y, x),
+    }
+    plan = sl.plan(jax.jit(lambda state, batch: calls[where](state)), x, x)
+    return plan, plan.collectives[0].sent_bytes
+
+
+def test_assertions_take_axes_in_any_order_once_and_only_those_of_the_mesh():
+    both, sent = sums_over(("data", "fsdp"))
+    for axes in (("data", "fsdp"), ("fsdp", "data")):
+        assert testing.assert_collectives(both, sends={("all-reduce", axes): sent}) is both
+    one, sent = sums_over("data")
+    right = {("all-reduce", ("data",)): sent}
+    for sends, message in (
+        ({("all-reduce", "data"): 999} | right, "has the all-reduce over data twice"),
+        ({("all-gather", "fspd"): 0} | right, "`fspd` of `all-gather` is no axis of the mesh"),
+        ({("all-reduce", ("data", "data")): 0}, "each once"),
+        ({("all-reduce", ()): 0}, "one axis or several"),
+        ({("all-reduce", None): 0}, r"sends\[\('all-reduce', None\)\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            testing.assert_collectives(one, sends=sends)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"), [("loop", "in a loop of unknown length"), ("branch", "in a branch")]
+)
+def test_assertions_say_where_the_number_of_runs_is_not_known(where, words):
+    plan, sent = sums_over("data", where)
+    assert testing.assert_collectives(plan, sends={("all-reduce", "data"): sent}) is plan
+    with pytest.raises(AssertionError, match=f"because of .*test_plan.py:.* {words}"):
+        testing.assert_collectives(plan, sends={("all-reduce", "data"): 1})
+
+
 def test_plan_assertions_show_the_difference_on_failure(on_cpu):
     with pytest.raises(AssertionError) as failure:
         testing.assert_collectives(on_cpu, sends={("all-gather", "data"): 8})

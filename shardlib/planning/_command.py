@@ -18,12 +18,15 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardlib._progress import say
 from shardlib._text import CLEAR_LINE, coloured, encodable, listed, terminal_width
 from shardlib._user_files import load_module, split_name
+from shardlib.compiled._source_lines import is_of_user
 from shardlib.data._store import cache_folder
 from shardlib.machine._targets import COMPILE_ONLY, LOUD, Target
 from shardlib.planning._estimate import Estimate
@@ -68,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         Target(arguments.target)
         _split(arguments.make_step)
         check_questions(arguments)
+        _check_cache(arguments.cache)
     except ValueError as error:
         return _refuse(str(error))
     # What can be refused at once has been: the process below takes seconds to start.
@@ -101,13 +105,14 @@ def add_command(commands: Any) -> None:
         "--dcn", default="", help="of several slices: the axes between them, such as data or data=4"
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
-    command.add_argument(
+    caches = command.add_mutually_exclusive_group()
+    caches.add_argument(
         "--cache",
         metavar="FOLDER",
         help="where what compilers say is kept, so that the same step is not compiled again "
         "(default: ~/.cache/shardlib/plans)",
     )
-    command.add_argument(
+    caches.add_argument(
         "--no-cache", action="store_true", help="compile in any case, and keep nothing"
     )
     add_questions(command)
@@ -243,12 +248,26 @@ def _in_colours(report: str) -> str:
 
 def _child(arguments: argparse.Namespace, answer: Path) -> int:
     """Make the plan, and write it or what is wrong into the file `answer`."""
+    warnings.showwarning = _show_warning
     try:
         content = _answer(arguments)
     except (ValueError, ModuleNotFoundError) as error:
         content = {"refused": str(error)}
     answer.write_text(json.dumps(content))
     return 0
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    *_: Any,
+) -> None:
+    """Say a warning in one line, which the parent hands on: see `_Progress`."""
+    text = f"{category.__name__}: {' '.join(str(message).split())}"
+    # A line of a library is of no use; what it warns of is in the text.
+    say(f"{filename}:{lineno}: {text}" if is_of_user(filename) else text)
 
 
 def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -266,15 +285,26 @@ def _answer(arguments: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _check_cache(cache: str | None) -> None:
+    """Refuse what is no folder, before a compiler takes minutes and nothing can be kept."""
+    if cache is None:
+        return
+    folder = Path(cache).expanduser()
+    if not cache or (folder.exists() and not folder.is_dir()):
+        raise ValueError(
+            f"`--cache {cache}` is no folder: name one, which need not be there, or leave it out."
+        )
+
+
 def _cache(arguments: argparse.Namespace, step: Any) -> Path | None:
     """The folder that keeps what compilers say, or None.
 
     By default it is next to the tokens of the trainer, in the user's own cache, for steps of which
     it can be kept.
     """
-    if arguments.no_cache or (not arguments.cache and not isinstance(step, Step)):
+    if arguments.no_cache or (arguments.cache is None and not isinstance(step, Step)):
         return None
-    if arguments.cache:
+    if arguments.cache is not None:
         return Path(arguments.cache).expanduser()
     return cache_folder() / "plans"
 

@@ -19,6 +19,7 @@ import jax
 
 from shardlib._text import human_bytes
 from shardlib.compiled._source_lines import is_of_user
+from shardlib.tracing._jaxpr import every_equation, line_of
 
 _LARGEST_CONSTANT = 2**20
 _NEEDS_VALUES = (
@@ -47,6 +48,7 @@ def lower(step: Any, state: Any, batch: Any) -> Lowered:
     with _told_of():
         traced = step.trace(state, batch)
         _check_constants(traced.jaxpr)
+    with _told_of(traced.jaxpr):
         lowered = traced.lower()
     paths = tuple(traced.jaxpr.jaxpr.debug_info.arg_names)
     return Lowered(lowered, traced.jaxpr, paths, time.perf_counter() - started)
@@ -59,14 +61,17 @@ def trace(step: Any, state: Any, batch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _told_of() -> Iterator[None]:
-    """Errors in tracing and lowering that are due to planning, in plain words."""
+def _told_of(jaxpr: Any = None) -> Iterator[None]:
+    """Errors in tracing and lowering that are due to planning, in plain words.
+
+    `jaxpr` is what is lowered, if it has been traced.
+    """
     try:
         with _whole_tracebacks():
             yield
     except Exception as error:
         # Some errors are the user's, who is told in plain words; others are handed on as they are.
-        message = _lowering_message(error)
+        message = _lowering_message(error, jaxpr)
         if not message:
             raise
         raise ValueError(message) from error
@@ -81,7 +86,7 @@ def check_traceable(function: str, step: Any) -> None:
         )
 
 
-def _lowering_message(error: Exception) -> str:
+def _lowering_message(error: Exception, jaxpr: Any) -> str:
     """What to tell of an error in tracing or lowering that is due to planning, else nothing."""
     line = line_of_user(error)
     where = f" at {line}" if line else ""
@@ -96,11 +101,23 @@ def _lowering_message(error: Exception) -> str:
         )
     # A callback is lowered for a backend in this process, and there is none of an absent GPU.
     if "Unknown backend" in str(error):
+        line = line or _line_of_callback(jaxpr)
+        where = f" at {line}" if line else ""
         return (
             f"The step calls back into Python{where}, by `jax.debug.print` or a callback, "
             "which cannot be compiled for GPUs that are not there. Leave that out of the step "
             "that is planned."
         )
+    return ""
+
+
+def _line_of_callback(jaxpr: Any) -> str:
+    """The line of the first callback into Python that was traced; empty text if none is found."""
+    if jaxpr is None:
+        return ""
+    for equation in every_equation(jaxpr.jaxpr):
+        if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
+            return line_of(equation)
     return ""
 
 

@@ -108,6 +108,9 @@ def _frontier(
     points = 8 if arguments.points is None else arguments.points
     options = {"points": points, "compiled": arguments.compile_all}
     found = frontier(step, state, batch, target, cache=cache, **options)
+    if arguments.memory is not None:
+        most = check.size("plan", "memory", arguments.memory, "a size")
+        found = dataclasses.replace(found, usable_bytes=float(most))
     if arguments.svg:
         Path(arguments.svg).write_text(found.svg())
     text = str(found)
@@ -116,7 +119,7 @@ def _frontier(
         shown = dataclasses.asdict(point) | {"remat": remat_code(point.remat)}
         values["points"].append(shown)
     try:
-        best = found.fitting(arguments.memory)
+        best = found.fitting()
     except ValueError as error:
         return _answer(arguments, f"{text}\n\n{error}", values | {"best": None}, False)
     text += f"\n\n`Strategy(remat={remat_code(best.remat)})` takes {human_bytes(best.total_bytes)}"

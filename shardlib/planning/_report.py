@@ -394,22 +394,28 @@ def _route(collective: Any) -> _Route:
 
 
 def _because(collective: Any) -> str:
-    """The lines of Python that cause a collective, at most three, and how often it may run.
-
-    The note matters because a collective in a branch is counted as if the branch were taken, if it
-    is not in a pass of a pipeline, and the rounds of a loop of unknown length are not counted.
-    """
+    """The lines of Python that cause a collective, at most three, and how often it may run."""
     # A `dict` keeps the order of the lines, and the first of those that are equal.
     because = ", ".join(dict.fromkeys(map(short, collective.sources[:3])))
     if len(collective.sources) > 3:
         because += ", …"
+    return because + where_it_runs(collective)
+
+
+def where_it_runs(collective: Any) -> str:
+    """What is to be known of how often a collective runs, behind a line about it; or empty text.
+
+    One in a branch is counted as if the branch were taken, if it is not in a pass of a pipeline,
+    and the rounds of a loop of unknown length are not counted.
+    """
+    where = ""
     if collective.conditional:
-        because += " in a branch"
+        where += " in a branch"
     if not collective.times:
-        because += " in a round that an even load does not take"
+        where += " in a round that an even load does not take"
     elif not collective.times_known:
-        because += " in a loop of unknown length"
-    return because
+        where += " in a loop of unknown length"
+    return where
 
 
 def _network(slow: bool) -> str:

@@ -15,9 +15,10 @@ from shardlib.checks import _arguments as check
 from shardlib.compiled._collectives import KINDS, Collective
 from shardlib.compiled._memory import KINDS as MEMORY_KINDS
 from shardlib.compiled._memory import Memory, Piece
+from shardlib.machine._mesh import parse_axes
 from shardlib.machine._targets import Target
 from shardlib.planning._plan import Plan, plan
-from shardlib.planning._report import short
+from shardlib.planning._report import short, where_it_runs
 
 Axes = str | tuple[str, ...]
 _LISTED_PIECES = 6  # of the memory that is over its limit, the largest
@@ -53,9 +54,10 @@ def assert_collectives(
     """Assert how many bytes a device sends in a step, by kind of collective and mesh axes.
 
     Bytes are counted as `Collective.sent_bytes` says. What is not in `sends` must not be there, but
-    for collectives that send less than `ignore_below` each time, such as the sum of the loss. The
-    plan is returned. An `AssertionError` lists what differs, with the collectives and the lines of
-    Python that they come from.
+    for collectives that send less than `ignore_below` each time, such as the sum of the loss. As in
+    a plan, a collective in a loop of unknown length counts once, and one in a branch as if the
+    branch were taken. The plan is returned. An `AssertionError` lists what differs, with the
+    collectives and the lines of Python that they come from.
 
     Args:
         step: a step, as for `sl.plan`, or a plan that has been made already.
@@ -78,6 +80,7 @@ def assert_collectives(
     expected = _expected_bytes(sends)
     check.whole("assert_collectives", "ignore_below", ignore_below, "a number of bytes", least=0)
     step_plan = _plan(step, state, batch, target)
+    expected = _in_mesh_order(expected, step_plan.mesh)
     # Differences go both ways: what is sent and was not expected, and what was expected and is not
     # sent.
     differences = _differences(expected, _collectives_by_link(step_plan, ignore_below))
@@ -150,9 +153,8 @@ def _describe_collective(collective: Collective) -> str:
     """
     dtypes = "/".join(dict.fromkeys(collective.dtypes))
     reason = ", ".join(map(short, collective.sources)) or collective.op_name or "the compiler"
-    return (
-        f"    {collective.times:,} x {collective.sent_bytes:,} B of {dtypes}, because of {reason}"
-    )
+    sent = f"{collective.times:,} x {collective.sent_bytes:,} B of {dtypes}"
+    return f"    {sent}, because of {reason}{where_it_runs(collective)}"
 
 
 def assert_memory(
@@ -243,32 +245,61 @@ def _describe_piece(piece: Piece) -> str:
     return f"  {piece.type}  {human_bytes(piece.size)}  {piece.kind}  {origin}"
 
 
-def _expected_bytes(sends: Any) -> dict[_Link, int]:
-    """Check what a user says a step sends, and bring it into one form.
+def _expected_bytes(sends: Any) -> list[tuple[_Link, int]]:
+    """Check what a user says a step sends, and bring each entry into one form.
 
     A single axis, `"data"`, is the same as a tuple of one, `("data",)`.
     """
     takes = 'bytes by kind and axes: `sends={("all-reduce", "data"): 4096}`'
     check.kind("assert_collectives", "sends", sends, Mapping, takes)
-    expected: dict[_Link, int] = {}
+    expected: list[tuple[_Link, int]] = []
     for key, size in sends.items():
         # A key is a kind and axes; a kind by itself would not say over which network.
         if not isinstance(key, tuple) or len(key) != 2:
             raise check.refusal("assert_collectives", "sends", sends, takes)
-        link = _checked_link(*key, takes)
-        expected[link] = check.whole(
-            "assert_collectives", f"sends[{key!r}]", size, "a number of bytes", least=0
-        )
+        link = _checked_link(key, takes)
+        takes_bytes = "a number of bytes"
+        size = check.whole("assert_collectives", f"sends[{key!r}]", size, takes_bytes, least=0)
+        expected.append((link, size))
     return expected
 
 
-def _checked_link(kind: Any, axes: Any, takes: str) -> _Link:
+def _in_mesh_order(expected: list[tuple[_Link, int]], mesh: str) -> dict[_Link, int]:
+    """What is expected, with axes in the order in which the mesh has them, as collectives have.
+
+    Axes that are none of the mesh are refused, and a link that is there twice, in any order.
+    """
+    known = list(parse_axes(mesh)) if "=" in mesh else []
+    ordered: dict[_Link, int] = {}
+    for link, size in expected:
+        axes = link.axes or ()
+        for axis in axes:
+            if axis not in known:
+                raise ValueError(
+                    f"`assert_collectives(sends=...)`: `{axis}` of `{link.kind}` is no axis of "
+                    f"the mesh `{mesh}`."
+                )
+        link = _Link(link.kind, tuple(sorted(axes, key=known.index)))
+        if link in ordered:
+            raise ValueError(
+                f"`assert_collectives(sends=...)` has the {link.kind} over {link.over} twice: give "
+                "the sum of its bytes once."
+            )
+        ordered[link] = size
+    return ordered
+
+
+def _checked_link(key: tuple[Any, Any], takes: str) -> _Link:
     """A kind of collective and the axes it runs over, one of them by itself or in a tuple."""
+    kind, axes = key
     if kind not in KINDS:
         raise ValueError(f"`{kind}` is no kind of collective; there are {listed(KINDS)}.")
     if isinstance(axes, str):
         axes = (axes,)
-    check.texts("assert_collectives", "sends", axes, f"axes as text or a tuple of text; {takes}")
+    check.texts("assert_collectives", f"sends[{key!r}]", axes, f"axes, as text or texts; {takes}")
+    if not axes or len(set(axes)) < len(axes):
+        takes = "one axis or several, each once"
+        raise check.refusal("assert_collectives", f"sends[{key!r}]", axes, takes)
     return _Link(kind, axes)
 
 

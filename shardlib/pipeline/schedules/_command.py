@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib._text import table as text_table
+from shardlib._user_files import check_can_write
 from shardlib.pipeline.schedules._draw import svg, text
 from shardlib.pipeline.schedules._published import COSTED, SCHEDULES
 from shardlib.pipeline.schedules._simulate import Costs, Timeline, pack, simulate
@@ -77,6 +78,8 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """The command; 2 for a mistake."""
     try:
+        if arguments.svg is not None:
+            check_can_write("--svg", str(arguments.svg))
         print(_report(arguments))
     except (OSError, ValueError) as error:
         print(f"shardlib pipeline: {error}", file=sys.stderr)
@@ -148,7 +151,11 @@ def _chosen(arguments: argparse.Namespace, costs: Costs) -> _Named:
     if arguments.table is None:
         return _named(arguments.schedule, arguments, costs)
     # A table in a file has no name but that of the file.
-    table = Table.parse(arguments.table.read_text())
+    try:
+        written = arguments.table.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"`--table {arguments.table}` cannot be read: {error}") from error
+    table = Table.parse(written)
     return _Named(str(arguments.table), table, arguments.paired)
 
 
