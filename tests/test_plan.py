@@ -619,6 +619,20 @@ def test_assertions_say_where_the_number_of_runs_is_not_known(where, words):
         testing.assert_collectives(plan, sends={("all-reduce", "data"): 1})
 
 
+@pytest.mark.gpu_compiler
+def test_plan_names_the_line_of_a_callback():
+    def loss(model, x, rng):
+        jax.debug.print("{}", x[0])
+        return jnp.mean((x @ model["w"]) ** 2)
+
+    target = sl.Target("gpu:h200:1x1x8")
+    strategy = sl.Strategy(mesh=target.mesh("data=8"), rules=sl.rules.data)
+    state = sl.init(lambda: {"w": jnp.ones((8, 8))}, optax.sgd(0.1), strategy, abstract=True)
+    batch = jax.ShapeDtypeStruct((16, 8), "float32")
+    with pytest.raises(ValueError, match=r"calls back into Python at .*test_plan\.py:\d+, by"):
+        sl.plan(sl.train_step(loss, strategy), state, batch, target)
+
+
 def test_plan_assertions_show_the_difference_on_failure(on_cpu):
     with pytest.raises(AssertionError) as failure:
         testing.assert_collectives(on_cpu, sends={("all-gather", "data"): 8})
