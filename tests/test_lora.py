@@ -287,6 +287,29 @@ def test_an_error_leaves_the_model_as_it_was():
     assert not any(hasattr(layer, "adapter") for layer in model)
 
 
+class Named(nnx.Linear):
+    """A layer of one's own that multiplies as Flax's does."""
+
+
+class Scaled(nnx.Linear):
+    """A layer of one's own that does more than a product."""
+
+    def __call__(self, inputs):
+        return 2 * super().__call__(inputs)
+
+
+def test_layers_derived_from_those_of_flax_get_factors_if_they_multiply_alike():
+    model = nnx.List([Named(6, 4, rngs=nnx.Rngs(0)), Scaled(6, 4, rngs=nnx.Rngs(0))])
+    x = jax.random.normal(jax.random.key(0), (3, 6))
+    drawn_up(two(model))
+    assert [hasattr(layer, "adapter") for layer in model] == [True, False]
+    merged = lora.merged(model)
+    assert type(merged[0]) is Named
+    np.testing.assert_allclose(model[0](x), merged[0](x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="`1` matches no layer that can have factors"):
+        lora.add(merged, 2, paths=("1",), rngs=nnx.Rngs(1))
+
+
 def test_layers_that_share_a_kernel_get_no_factors():
     """Factors of one of them would be merged into the kernel of both."""
     layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)]

@@ -26,9 +26,9 @@ def add(
     """Give layers of a Flax NNX model two thin factors each, which learn in place of their kernels.
 
     Layers that can have them are `nnx.Linear`, `nnx.LinearGeneral` (of which attention is made),
-    and modules of your own that have a `kernel` with outputs first, say how many dims it has of
-    each, as `inputs` and `outputs`, and add `self.adapter(x)` to their product where `adapter` is
-    not None. Paths of parameters stay as they are; the factors are `.../adapter/down` and `up`.
+    classes derived from these with the same `__call__`, and modules of your own that have a
+    `kernel` with outputs first, say how many dims it has of each, as `inputs` and `outputs`, and
+    add `self.adapter(x)` to their product where `adapter` is not None. Paths of parameters stay as they are; the factors are `.../adapter/down` and `up`.
 
     Args:
         model: is changed, and returned.
@@ -75,7 +75,7 @@ def add(
     for path in chosen:
         layer = layers[path]
         adapter = Adapter(_kernel(layer), rank, alpha / rank, rngs)
-        if type(layer) in _FLAX_LAYERS:
+        if _is_flax(type(layer)):
             layer.__class__ = _with_adapter(type(layer))
         # What was None is static to Flax unless it is told otherwise.
         layer.adapter = nnx.data(adapter)
@@ -126,7 +126,7 @@ def _layers(model: nnx.Module) -> dict[str, Any]:
     found = {}
     for path, module in nnx.iter_modules(model):
         is_own = all(hasattr(module, name) for name in _OF_OWN_LAYERS)
-        is_flax = type(module) in _FLAX_LAYERS or _without_adapter(type(module)) is not None
+        is_flax = _is_flax(type(module)) or _without_adapter(type(module)) is not None
         if is_own or is_flax:
             found["/".join(map(str, path))] = module
     return found
@@ -188,6 +188,13 @@ def _check_general(layer: nnx.LinearGeneral) -> None:
 
 _FLAX_LAYERS = (nnx.Linear, nnx.LinearGeneral)
 _OF_OWN_LAYERS = ("kernel", "inputs", "outputs", "adapter")
+
+
+def _is_flax(kind: type) -> bool:
+    """Whether a class is a layer of Flax, or one of yours that multiplies as that does."""
+    if not issubclass(kind, _FLAX_LAYERS):
+        return False
+    return kind.__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__)
 
 
 @functools.cache
