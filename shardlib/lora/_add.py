@@ -28,7 +28,8 @@ def add(
     Layers that can have them are `nnx.Linear`, `nnx.LinearGeneral` (of which attention is made),
     classes derived from these with the same `__call__`, and modules of your own that have a
     `kernel` with outputs first, say how many dims it has of each, as `inputs` and `outputs`, and
-    add `self.adapter(x)` to their product where `adapter` is not None. Paths of parameters stay as they are; the factors are `.../adapter/down` and `up`.
+    add `self.adapter(x)` to their product where `adapter` is not None. Paths of parameters stay as
+    they are; the factors are `.../adapter/down` and `up`.
 
     Args:
         model: is changed, and returned.
