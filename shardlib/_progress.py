@@ -14,6 +14,7 @@ from shardlib._text import (
     coloured,
     encodable,
     human_bytes,
+    is_terminal,
     shortened,
     terminal_width,
     text_width,
@@ -44,7 +45,8 @@ def write_error(text: str) -> None:
 
     A terminal may have been closed since, or a pipe may have ended. No work ends for that.
     """
-    with contextlib.suppress(OSError, ValueError):
+    # Without a standard error, as in some services, it is None.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
@@ -65,7 +67,7 @@ class Progress:
         self.done_bytes = 0
         self.start = time.monotonic()
         self.next = self.start + _QUIET_SECONDS
-        self.is_terminal = sys.stderr.isatty()
+        self.is_terminal = is_terminal(sys.stderr)
         self.drawn = False
 
     def __enter__(self) -> "Progress":

@@ -52,18 +52,26 @@ def terminal_width(file: TextIO | None = None) -> int | None:
 
     It is by default the standard output. `COLUMNS` in the environment decides where it is set.
     """
-    stream = file or sys.stdout
     columns = os.environ.get("COLUMNS", "")
     # Longer numbers are no widths, and very long ones Python refuses to read.
     if columns.isdecimal() and len(columns) < 6 and int(columns):
         return int(columns)
-    try:
-        # The output of a notebook has the number of the terminal that its server was started in.
-        if not stream.isatty():
-            return None
-        return os.get_terminal_size(stream.fileno()).columns or None
-    except (OSError, ValueError, AttributeError):  # closed, or nothing of the kind
+    stream = file or sys.stdout
+    # The output of a notebook has the number of the terminal that its server was started in.
+    if not is_terminal(stream):
         return None
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError, AttributeError):  # no number, or not that of a terminal
+        return None
+
+
+def is_terminal(file: TextIO | None) -> bool:
+    """Whether a file is a terminal; one that is closed is none, nor is one that is not there."""
+    try:
+        return file is not None and file.isatty()
+    except (OSError, ValueError):
+        return False
 
 
 def bar(done: float, total: float, width: int = 24) -> str:
@@ -103,7 +111,7 @@ def coloured(text: str, colour: str, file: TextIO) -> str:
     'fits'
     """
     is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-    if is_plain or not file.isatty():
+    if is_plain or not is_terminal(file):
         return text
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
 

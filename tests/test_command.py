@@ -204,7 +204,9 @@ def test_plan_command_refuses_options_of_a_frontier_before_it_compiles(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--cache", __file__], "is no folder: name one"),
+        (["--cache", __file__], "is no folder that can be written to: name one"),
+        (["--cache", f"{__file__}/sub"], "is no folder that can be written to: name one"),
+        (["--cache", "~nobody-of-that-name/x"], "`--cache ~nobody-of-that-name/x`: "),
         (["--cache", ""], "`--cache ` is no folder"),
     ],
 )

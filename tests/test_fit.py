@@ -523,6 +523,7 @@ def test_fit_makes_up_for_an_evaluation_that_failed_at_its_end(tmp_path):
     [
         *[1.0, np.ones(()), ["loss"]],
         *[{"loss": {"a": 1.0}}, {"loss": None}, {"loss": "1.5"}, {"loss": [1.0, None]}],
+        *[{"loss": [[1.0], [1.0, 2.0]]}, {"loss": jax.random.key(0)}],
     ],
     ids=str,
 )

@@ -132,7 +132,7 @@ def test_a_picture_has_each_point_and_the_memory_of_the_target():
     size = human_bytes(found.points[-2].total_bytes)
     assert f"gate + up: {size}, 0.0%, compiled" in told
     words = [one.text for one in root if one.tag.endswith("text")]
-    assert "the target has 60.0 MiB" in words and "a < b" in words
+    assert "a step may take 60.0 MiB" in words and "a < b" in words
     lines = str(found).splitlines()
     assert len(lines) == len(found.points) + 1
     assert re.search(rf"{size} +0.0% +compiled +too much +sl.Remat.save", lines[-2])

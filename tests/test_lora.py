@@ -298,6 +298,23 @@ class Scaled(nnx.Linear):
         return 2 * super().__call__(inputs)
 
 
+class Computed(nnx.Linear):
+    """A layer whose kernel is made of another parameter."""
+
+    def __init__(self, rngs):
+        super().__init__(6, 4, rngs=rngs)
+        self.root = self.__dict__.pop("kernel")
+
+    @property
+    def kernel(self):
+        return nnx.Param(self.root[...] * 2)
+
+
+def test_a_kernel_that_is_computed_gets_no_factors():
+    with pytest.raises(ValueError, match="no layer that can have factors"):
+        two(nnx.List([Computed(nnx.Rngs(0))]))
+
+
 def test_layers_derived_from_those_of_flax_get_factors_if_they_multiply_alike():
     model = nnx.List([Named(6, 4, rngs=nnx.Rngs(0)), Scaled(6, 4, rngs=nnx.Rngs(0))])
     x = jax.random.normal(jax.random.key(0), (3, 6))
@@ -325,6 +342,10 @@ def test_layers_that_share_a_kernel_get_no_factors():
     layers[1].kernel = table.embedding
     with pytest.raises(ValueError, match="the kernel of `1` is `0/embedding` too"):
         two(nnx.List([table, layers[1]]))
+    holder = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0))])
+    holder.kept = nnx.data({"list": [holder[0].kernel]})
+    with pytest.raises(ValueError, match="the kernel of `0` is `kept/list/0` too"):
+        two(holder)
     twice = nnx.List([layers[0], layers[0]])  # one layer, called twice, is one
     assert len(factors(two(twice))) == 1
 

@@ -285,6 +285,16 @@ def test_optimizer_state_relations_when_labels_compare_sizes():
         name = path.rpartition("/")[2]
         assert kind == same(name, 2) or "narrow" in path
 
+    def listed(params):
+        """A list of moments without the names of parameters, and of some sizes alone."""
+        return [jnp.zeros_like(p) for p in params.values() if p.shape == (64, 64)]
+
+    five = dict.fromkeys("abcde", (64, 64))
+    found = kinds(optax.GradientTransformation(listed, None), shapes(**five))
+    for number, name in enumerate(five):
+        relation = found[f"{number}"]
+        assert relation == same(name, 2) or relation[0] != "same"
+
     def factored(params):
         """Has the factors of a matrix only as it is."""
         matrix = params["w"]

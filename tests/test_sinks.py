@@ -32,15 +32,16 @@ def test_a_broken_standard_error_ends_no_work(monkeypatch):
         recorder.record({"step": step, "loss": 1.0})
     assert [record["step"] for record in kept] == [1, 2]
     _progress.log("data", "reading")
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
     closed = io.StringIO()
     closed.close()
-    monkeypatch.setattr(sys, "stderr", closed)
-    _progress.say("reading")
-    monkeypatch.setattr(sys, "stderr", Closed())
-    now = iter(range(0, 100, 10))
-    monkeypatch.setattr("time.monotonic", lambda: next(now))
-    with _progress.Progress("data", "reading", 100) as progress:
-        progress.at(10)
+    for unread in (Closed(), closed, None):
+        monkeypatch.setattr(sys, "stderr", unread)
+        _progress.say("reading")
+        Recorder([sl.Progress(10)]).record({"step": 1, "loss": 1.0})
+        with _progress.Progress("data", "reading", 100) as progress:
+            progress.at(10)
 
 
 def losses(path):
@@ -123,7 +124,13 @@ def test_a_bar_is_written_in_letters_that_the_terminal_has(monkeypatch):
     ("value", "shown"),
     [
         *[(float("inf"), "inf"), (float("-inf"), "-inf"), (float("nan"), "nan")],
-        *[(999_950.0, "1M"), (999_400.0, "999k"), (9999.0, "9999"), (-123_456.0, "-123k")],
+        *[
+            (999_950.0, "1M"),
+            (999_400.0, "999k"),
+            (9999.0, "9999"),
+            (9999.7, "10k"),
+            (-123_456.0, "-123k"),
+        ],
     ],
 )
 def test_numbers_are_short(value, shown):

@@ -14,7 +14,7 @@ def op_name_in(attributes: str) -> str:
     >>> op_name_in(r'metadata={op_name="params[\"head\'s \303\251\"]" stack_frame_id=3}')
     'params["head\'s é"]'
     """
-    found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', attributes)
+    found = re.search(r'\bop_name="([^"\\]*(?:\\.[^"\\]*)*)"', attributes)
     if found is None:
         return ""
     name = found[1]

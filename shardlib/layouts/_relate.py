@@ -73,7 +73,13 @@ def relate(init: Callable[[Any], Any], params: Any) -> dict[str, Relation]:
     for path, parameter in parameter_of.items():
         if isinstance(parameter, int):
             followers[path] = parameter
-    dims = _followed_dims(probe, followers)
+    dims, masked = _followed_dims(probe, followers)
+    if masked:
+        # What a mask leaves out may move others up in a list: another order of parameters tells.
+        again = _followed_parameters(probe, backwards=True)
+        for path, followed in masked.items():
+            if again.get(path) == followers[path]:
+                dims[path] = followed
     unexplained: dict[str, int] = {}
     for path, index in followers.items():
         if path not in dims:
@@ -187,14 +193,17 @@ class _Probe:
         return {path: state.get(path) for path in self.base}
 
 
-def _followed_parameters(probe: _Probe) -> dict[str, int | str]:
+def _followed_parameters(probe: _Probe, *, backwards: bool = False) -> dict[str, int | str]:
     """For each leaf the index of the parameter that it follows, or why there is none.
 
     Each parameter is resized in a half of the rounds that is its own, all its dims at once so that
     squares stay square. Halves are of equal size, so what follows several parameters changes in
     more rounds than any one of them does. The result is empty if `init` takes no other shapes.
+    `backwards` gives the halves out in the opposite order.
     """
     rounds, halves = _halves_of_rounds(len(probe.parameters))
+    if backwards:
+        halves.reverse()
     index_of_half = dict(zip(halves, range(len(halves)), strict=True))
     # An `init` that refuses these shapes may take those of another way of resizing.
     for resize in _RESIZES:
@@ -235,14 +244,17 @@ def _halves_of_rounds(count: int) -> tuple[int, list[tuple[int, ...]]]:
     return rounds, list(itertools.islice(halves, count))
 
 
-def _followed_dims(probe: _Probe, parameter_of: Mapping[str, int]) -> dict[str, Dims]:
-    """The dims that each leaf follows, for leaves that follow a parameter.
+def _followed_dims(
+    probe: _Probe, parameter_of: Mapping[str, int]
+) -> tuple[dict[str, Dims], dict[str, Dims]]:
+    """The dims that each leaf follows, for leaves that follow a parameter; and of those masked.
 
     Dim 0 of all parameters is resized, then dim 1 and so on, and all dims at last. The ways of
     resizing are tried until they explain every leaf; one that none explains is left out.
 
     A mask that compares sizes, `kernel.shape[-1] == 1024`, leaves a leaf out whenever these are
-    other ones. If it has the shape of its parameter, it is taken to follow it dim for dim.
+    other ones. If it has the shape of its parameter, it is taken to follow it dim for dim, and is
+    in the second of the two results.
     """
     explained: dict[str, Dims] = {}
     masked: dict[str, Dims] = {}
@@ -266,7 +278,9 @@ def _followed_dims(probe: _Probe, parameter_of: Mapping[str, int]) -> dict[str, 
                 explained[path] = dims
             elif None in shapes and probe.base[path] == parameter_shape:
                 masked[path] = tuple(range(len(parameter_shape)))
-    return {**masked, **explained}
+    for path in explained:
+        masked.pop(path, None)
+    return explained, masked
 
 
 def _first_dims(probe: _Probe, parameter_of: Mapping[str, int]) -> dict[str, Dims]:

@@ -2,6 +2,8 @@
 
 import functools
 import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -57,6 +59,7 @@ def add(
             "`nnx.Linear`, no `nnx.LinearGeneral`, and no module with a `kernel` and an `adapter`."
         )
     chosen = _chosen(paths, layers)
+    owners = _owners(model)
     # All are checked first, so that an error leaves the model as it was.
     for path in chosen:
         layer = layers[path]
@@ -72,7 +75,7 @@ def add(
                 f"`lora.add`: `{path}` has factors already. Put these into the kernels first: "
                 "`lora.merged(model)`."
             )
-        _check_not_tied(model, path, layer)
+        _check_not_tied(path, layer, owners)
     for path in chosen:
         layer = layers[path]
         adapter = Adapter(_kernel(layer), rank, alpha / rank, rngs)
@@ -128,6 +131,8 @@ def _layers(model: nnx.Module) -> dict[str, Any]:
     for path, module in nnx.iter_modules(model):
         is_own = all(hasattr(module, name) for name in _OF_OWN_LAYERS)
         is_flax = _is_flax(type(module)) or _without_adapter(type(module)) is not None
+        # A kernel that is computed, by a property, can take nothing.
+        is_flax = is_flax and "kernel" in vars(module)
         if is_own or is_flax:
             found["/".join(map(str, path))] = module
     return found
@@ -147,19 +152,37 @@ def _chosen(patterns: tuple[str, ...], layers: dict[str, Any]) -> list[str]:
     return chosen
 
 
-def _check_not_tied(model: nnx.Module, path: str, layer: Any) -> None:
-    """Refuse a layer whose kernel another module has too: what is added to it is one layer's."""
-    for other_path, module in nnx.iter_modules(model):
-        if module is layer:
-            continue
+def _check_not_tied(path: str, layer: Any, owners: Mapping[int, Sequence[str]]) -> None:
+    """Refuse a layer whose kernel is elsewhere too: what is added to it is one layer's."""
+    own = f"{path}/kernel".lstrip("/")
+    others = [other for other in owners[id(layer.kernel)] if other != own]
+    if others:
+        raise ValueError(
+            f"`lora.add`: the kernel of `{path or 'the model'}` is `{others[0]}` too, and its "
+            "factors would be added for one of them alone. Give each a kernel of its own, or leave "
+            "the layer out of `paths`."
+        )
+
+
+def _owners(model: nnx.Module) -> dict[int, list[str]]:
+    """Where each variable of a model is, by its identity: paths, of which shared ones have some."""
+    owners: dict[int, list[str]] = defaultdict(list)
+
+    def find(value: Any, path: str) -> None:
+        if isinstance(value, nnx.Variable):
+            owners[id(value)].append(path)
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                find(inner, f"{path}/{key}")
+        elif isinstance(value, list | tuple):
+            for number, inner in enumerate(value):
+                find(inner, f"{path}/{number}")
+
+    for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
-            if value is layer.kernel:
-                other = "/".join([*map(str, other_path), name])
-                raise ValueError(
-                    f"`lora.add`: the kernel of `{path or 'the model'}` is `{other}` too, and its "
-                    "factors would be added for one of them alone. Give each a kernel of its own, "
-                    "or leave the layer out of `paths`."
-                )
+            if not isinstance(value, nnx.Module):
+                find(value, "/".join([*map(str, path), name]))
+    return owners
 
 
 def _kernel(layer: Any) -> Kernel:

@@ -289,10 +289,16 @@ def _check_cache(cache: str | None) -> None:
     """Refuse what is no folder, before a compiler takes minutes and nothing can be kept."""
     if cache is None:
         return
-    folder = Path(cache).expanduser()
-    if not cache or (folder.exists() and not folder.is_dir()):
+    try:
+        folder = Path(cache).expanduser()
+    except RuntimeError as error:  # no such user
+        raise ValueError(f"`--cache {cache}`: {error}") from error
+    # What is not there yet is made, in the first of its parents that is.
+    there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not cache or not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(
-            f"`--cache {cache}` is no folder: name one, which need not be there, or leave it out."
+            f"`--cache {cache}` is no folder that can be written to: name one, which need not be "
+            "there, or leave it out."
         )
 
 

@@ -93,7 +93,7 @@ class _Chart:
         yield _text(_RIGHT, _BOTTOM + 38, "memory of a device", "end", "#555")
 
     def limit(self) -> Iterator[str]:
-        """A line at the memory that the target has.
+        """A line at the memory that a step may take.
 
         There is none where nobody knows that memory, or where it is far beyond all points.
         """
@@ -101,7 +101,7 @@ class _Chart:
             return
         x = self.x(self.usable)
         yield _line([(x, _TOP), (x, _BOTTOM)], "black", ' stroke-dasharray="4 4"')
-        words = f"the target has {human_bytes(self.usable)}"
+        words = f"a step may take {human_bytes(self.usable)}"
         yield _text(x - 6, _TOP + 12, words, "end", "black")
 
     def curve(self) -> Iterator[str]:

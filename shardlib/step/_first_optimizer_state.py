@@ -34,8 +34,8 @@ def with_first_optimizer_state(state: Any) -> Any:
         raise ValueError(
             f"The state has been trained, to step {steps}, and its optimizer keeps parameters in "
             f"{listed(kept)}, which would stay those of before. Give parameters to a state that "
-            "`sl.init` has just made; or, only to evaluate or export them, replace the parameters "
-            "alone, `state.replaced(params=weights)`."
+            "`sl.init` has just made; to evaluate or export them, one without an optimizer: "
+            "`sl.init(make_model, None, strategy).with_weights(weights)`."
         )
     workers = state.workers
     with state.layout.strategy.scope():

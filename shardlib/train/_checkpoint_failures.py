@@ -67,9 +67,9 @@ def _end_after_main_thread() -> None:
     threading.main_thread().join()
     time.sleep(_SECONDS_TO_END)
     # `os._exit` writes nothing that is still in a buffer. Nobody may read it any more.
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
     os._exit(1)
 
 

@@ -216,12 +216,12 @@ def _is_numbers(value: Any) -> bool:
 
     NumPy would read numbers from texts and dates, and call None a number that is none.
     """
-    array = np.asarray(value)
-    if array.dtype.kind in "USMmc":
-        return False
-    if array.dtype.kind == "O" and any(one is None for one in array.flat):
-        return False
     try:
+        array = np.asarray(value)
+        if array.dtype.kind in "USMmc":
+            return False
+        if array.dtype.kind == "O" and any(one is None for one in array.flat):
+            return False
         array.astype(float)
     except (TypeError, ValueError):
         return False

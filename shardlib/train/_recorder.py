@@ -56,3 +56,9 @@ class Recorder:
                 sink(record)
             except OSError as error:  # a record less, and no reason to end a run
                 say(f"a record of step {record['step']} could not be written: {error}")
+
+    def record_evaluation(self, step: int, measured: Mapping[str, Any]) -> None:
+        """Record what was measured of the state after a step, if anything was."""
+        if measured:
+            numbers = {f"evaluation/{name}": value for name, value in measured.items()}
+            self.record({"step": step, **numbers})

@@ -315,22 +315,26 @@ class Run:
         try:
             measured = self.evaluate(state)
             check_measured(measured)
-            self._record_evaluation(done, measured or {})
         except Exception:
-            if checkpoints is not None:  # what has been learned is not lost with it
-                self._save(state, done, checkpoints, wait=True)
-                self._owe_evaluation(done)
+            self._keep_unevaluated(state, done, checkpoints)
+            raise
+        try:
+            self.recorder.record_evaluation(done, measured or {})
+        except Exception:
+            # Of several processes only the first has sinks: it would wait for the others to save.
+            if jax.process_count() == 1:
+                self._keep_unevaluated(state, done, checkpoints)
             raise
         if self.folder is not None and jax.process_index() == 0:
             forget_evaluation(self.folder)
         # An evaluation is no training, and does not count as time of the next step.
         self.speed.pause()
 
-    def _record_evaluation(self, done: int, measured: Mapping[str, Any]) -> None:
-        """Record what was measured after a step, if anything was."""
-        if measured:
-            numbers = {f"evaluation/{name}": value for name, value in measured.items()}
-            self.recorder.record({"step": done, **numbers})
+    def _keep_unevaluated(self, state: State, done: int, checkpoints: Checkpoints | None) -> None:
+        """Save what has been learned, before an evaluation that failed ends the run."""
+        if checkpoints is not None:
+            self._save(state, done, checkpoints, wait=True)
+            self._owe_evaluation(done)
 
     def _owe_evaluation(self, done: int) -> None:
         """Remember, for the next attempt, that the state after this step was not evaluated."""

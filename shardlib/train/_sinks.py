@@ -10,6 +10,7 @@ A sink is anything that may be called with one. Those here know that a run may b
 earlier attempt recorded of the steps that are taken again is dropped at the first record.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -23,11 +24,19 @@ from typing import Any, TextIO
 import numpy as np
 
 from shardlib._progress import say
-from shardlib._text import CLEAR_LINE, bar, beginning, coloured, encodable, terminal_width
+from shardlib._text import (
+    CLEAR_LINE,
+    bar,
+    beginning,
+    coloured,
+    encodable,
+    is_terminal,
+    terminal_width,
+)
 from shardlib.checks import _arguments as check
 
 # Numbers from here on are shortened by a letter for thousands, millions and so on.
-_LEAST_SHORTENED = 10_000
+_LEAST_SHORTENED = 9_999.5  # which four digits would round to 1e+04
 _LETTERS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 # How wide a bar's line may be where the width of the terminal cannot be known.
 _DEFAULT_COLUMNS = 100
@@ -122,7 +131,8 @@ class JsonLines:
         file = self.path.resolve()
         rewritten = file.with_name(f"{file.name}.rewritten")
         rewritten.write_bytes(b"".join(kept))
-        shutil.copymode(file, rewritten)
+        with contextlib.suppress(OSError):  # some file systems have no modes
+            shutil.copymode(file, rewritten)
         rewritten.replace(file)
 
     def _checked_step(self, number: int, line: bytes) -> int | None:
@@ -258,6 +268,9 @@ class Progress:
     def __call__(self, record: Record) -> None:
         """Show a record."""
         _check_record("Progress", record)
+        # Nobody can read what is written to a file that is closed, or is not there, as in services.
+        if self._file is None or getattr(self._file, "closed", False):
+            return
         # Lists of numbers are for curves, and would fill the terminal.
         numbers: dict[str, Any] = {}
         for name, value in record.items():
@@ -279,7 +292,7 @@ class Progress:
             left = f"  {_duration(numbers['seconds_left'])} left"
         text = _listed_metrics(numbers)
         # A file or a pipe cannot go back to the beginning of a line.
-        if not self._file.isatty():
+        if not is_terminal(self._file):
             self._line(f"step {step}/{self.steps}{left}  {text}")
             return
         self._draw(step, f"{step}/{self.steps}{left}  {text}")
@@ -410,7 +423,7 @@ def _duration(seconds: float) -> str:
     """
     if not math.isfinite(seconds):
         return f"{seconds} s"
-    whole = round(seconds)
+    whole = round(float(seconds))
     minutes, hours = whole // 60, whole // 3600
     if whole < 60:
         return f"{whole} s"
