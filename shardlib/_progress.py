@@ -32,15 +32,15 @@ _WIDTH, _NARROWEST = 24, 4
 
 def log(package: str, text: str) -> None:
     """One line for people, on the standard error, from one of the packages of shardlib."""
-    write_error(f"shardlib.{package}: {text}\n")
+    write_to_stderr(f"shardlib.{package}: {text}\n")
 
 
 def say(text: str) -> None:
     """One line for people, on the standard error, from shardlib."""
-    write_error(f"shardlib: {text}\n")
+    write_to_stderr(f"shardlib: {text}\n")
 
 
-def write_error(text: str) -> None:
+def write_to_stderr(text: str) -> None:
     """Write on the standard error, if anybody still reads it.
 
     A terminal may have been closed since, or a pipe may have ended. No work ends for that.
@@ -80,7 +80,7 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self.drawn:
-            write_error(CLEAR_LINE)
+            write_to_stderr(CLEAR_LINE)
 
     def advance(self, more_bytes: int) -> None:
         """Show that so many more bytes are done, unless something was shown a moment ago."""
@@ -98,7 +98,7 @@ class Progress:
             log(self.package, text)
             return
         self.next = now + _FRAME_SECONDS
-        write_error(CLEAR_LINE + _line(done_bytes, self.total_bytes, text))
+        write_to_stderr(CLEAR_LINE + _line(done_bytes, self.total_bytes, text))
         self.drawn = True
 
 

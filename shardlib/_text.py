@@ -70,7 +70,7 @@ def is_terminal(file: TextIO | None) -> bool:
     """Whether a file is a terminal; one that is closed is none, nor is one that is not there."""
     try:
         return file is not None and file.isatty()
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):  # closed, or no file of Python's own kind
         return False
 
 

@@ -234,6 +234,8 @@ def test_plan_command_prints_and_draws_a_frontier(steps, tmp_path, plan_here):
     assert 'with "none" (2 of 2 compiled)' in result.stderr
     result = plan_here(f"{steps}:blocky", *asked[:6], "--memory", "1KiB")
     assert result.returncode == 1 and "fits" not in result.stdout and "too much" in result.stdout
+    result = plan_here(f"{steps}:blocky", *asked, "--memory", "1GiB")
+    assert result.returncode == 0 and "fits" in result.stdout
     result = plan_here(f"{steps}:blocky", *asked[:4], "--memory", "1KiB", "--json")
     assert result.returncode == 1 and json.loads(result.stdout)["best"] is None
 

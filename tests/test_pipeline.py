@@ -146,11 +146,15 @@ def test_pipeline_command_compares_schedules_and_reads_tables(tmp_path, capsys):
     assert main(["pipeline", "--table", str(mine)]) == 0
     assert "stage 1 | .. F0" in capsys.readouterr().out
     mine.write_text("F0 F1 B0 B1\nF0 B0 F1\n")
+    letters = tmp_path / "letters.txt"
+    letters.write_bytes(b"\xff\xfe")
     for arguments, words in (
         (["--table", str(mine)], "`B1@1` is missing: stage 1 never does it"),
         (["--schedule", "1f1b", "--stages", "0"], "stages=0"),
         (["--svg", "x.svg"], "say which"),
-        (["--table", str(tmp_path / "none.txt")], "No such file"),
+        (["--table", str(tmp_path / "none.txt")], "none.txt` cannot be read: "),
+        (["--table", str(letters)], "letters.txt` cannot be read: "),
+        (["--schedule", "gpipe", "--svg", f"{tmp_path}/no/x.svg"], "there is no folder"),
         (["--table", str(mine), "--stages", "2"], "--stages: the table says"),
         (["--schedule", "1f1b", "--chunks", "4"], "--chunks is for `interleaved`"),
         (["--paired"], "--paired is for a --table"),

@@ -285,9 +285,9 @@ def _share_out(alive: list[Value], flow: Flow) -> Iterator[Piece]:
 
 
 def _plain_type(text: str) -> str:
-    """The type of a value for a report, without its layout, of which few readers think.
+    """The type of a value for a report, without its layout, which says little to most readers.
 
-    A tuple has no numbers of its own: what is in memory is where its arrays are.
+    A tuple has no numbers of its own: its memory has pointers to its arrays.
 
     >>> _plain_type("bf16[16,4096]{1,0}"), _plain_type("(f32[4096]{0}, s32[])")
     ('bf16[16,4096]', 'pointers')

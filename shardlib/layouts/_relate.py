@@ -247,7 +247,7 @@ def _halves_of_rounds(count: int) -> tuple[int, list[tuple[int, ...]]]:
 def _followed_dims(
     probe: _Probe, parameter_of: Mapping[str, int]
 ) -> tuple[dict[str, Dims], dict[str, Dims]]:
-    """The dims that each leaf follows, for leaves that follow a parameter; and of those masked.
+    """The dims that leaves follow of their parameters, and those of leaves that a mask left out.
 
     Dim 0 of all parameters is resized, then dim 1 and so on, and all dims at last. The ways of
     resizing are tried until they explain every leaf; one that none explains is left out.

@@ -165,7 +165,7 @@ def _check_not_tied(path: str, layer: Any, owners: Mapping[int, Sequence[str]]) 
 
 
 def _owners(model: nnx.Module) -> dict[int, list[str]]:
-    """Where each variable of a model is, by its identity: paths, of which shared ones have some."""
+    """The paths of each variable of a model, by its `id`; one that is shared has several."""
     owners: dict[int, list[str]] = defaultdict(list)
 
     def find(value: Any, path: str) -> None:

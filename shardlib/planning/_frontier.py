@@ -258,7 +258,9 @@ class _Search:
         made = compile_step(step, self.state, self.batch, self.machine, self.cache)
         assert made.flops is not None
         size = made.memory.total_bytes
-        say_once(f"{human_bytes(size)} with {remat_code(remat)} ({number + 1} of {count} compiled)")
+        say_on_first_process(
+            f"{human_bytes(size)} with {remat_code(remat)} ({number + 1} of {count} compiled)"
+        )
         return size, made.flops.total
 
 
@@ -291,7 +293,7 @@ def _undominated(found: Sequence[_Measured]) -> list[FrontierPoint]:
     return [*best, everything]
 
 
-def say_once(text: str) -> None:
+def say_on_first_process(text: str) -> None:
     """A line on standard error about work that takes long.
 
     Only one process of a job says it. Standard output is left to what commands print.

@@ -22,7 +22,7 @@ from shardlib._text import human_bytes, table
 from shardlib.layouts._specs import parts_over
 from shardlib.machine._targets import Target
 from shardlib.planning._compiled_step import Machine, compile_step
-from shardlib.planning._frontier import say_once
+from shardlib.planning._frontier import say_on_first_process
 from shardlib.planning._machine import check_planned, checked_target, memory_limit, on_target
 from shardlib.step._state import State
 from shardlib.step._step import Step
@@ -130,7 +130,7 @@ def largest_microbatch(
         laid_out = _laid_out(state, accumulating)
         made = compile_step(accumulating, laid_out, batch, compiled_for, cache)
         size = made.memory.total_bytes
-        say_once(
+        say_on_first_process(
             f"{human_bytes(size)} of {human_bytes(limit)} with {microbatch} examples at a time"
         )
         return size

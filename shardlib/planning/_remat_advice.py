@@ -15,7 +15,7 @@ from shardlib.layouts._remat_policy import Remat, kept_by_blocks
 from shardlib.layouts._remat_text import plain_remat, remat_code
 from shardlib.planning._activations import Activation, loops_of_step, products_scale
 from shardlib.planning._compiled_step import CompiledStep, compile_step
-from shardlib.planning._frontier import say_once
+from shardlib.planning._frontier import say_on_first_process
 from shardlib.step._remat_budget import Layers, fit_remat
 from shardlib.step._step import Step, with_remat
 from shardlib.tracing._block_activations import INPUT
@@ -56,7 +56,9 @@ class Planned(NamedTuple):
         step = with_remat(self.step, remat)
         made = compile_step(step, self.state, self.batch, self.made.machine, self.cache)
         size = made.memory.total_bytes
-        say_once(f"for advice: {human_bytes(size)} with {remat_code(plain_remat(remat))}")
+        say_on_first_process(
+            f"for advice: {human_bytes(size)} with {remat_code(plain_remat(remat))}"
+        )
         return size
 
 

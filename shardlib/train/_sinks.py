@@ -68,7 +68,8 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = check.path("JsonLines", "path", path)
         self._last_step: int | None = None
-        self._first_anew: int | None = None  # of an attempt whose file is not rewritten yet
+        # From which step on records of an earlier attempt are yet to be dropped.
+        self._drop_from_step: int | None = None
 
     def __call__(self, record: Record) -> None:
         """Add a line."""
@@ -81,11 +82,11 @@ class JsonLines:
                 "a record without `crc32`, which the sink adds itself",
             )
         if _begins_attempt(record, self._last_step):
-            self._first_anew = _earlier(self._first_anew, _first_step_anew(record))
-        if self._first_anew is not None:
-            # A full disk may not take it, and the next record tries again.
-            self._drop_from(self._first_anew)
-            self._first_anew = None
+            self._drop_from_step = _earlier(self._drop_from_step, _first_step_anew(record))
+        if self._drop_from_step is not None:
+            # If that fails, as on a full disk, the next record tries again.
+            self._drop_from(self._drop_from_step)
+            self._drop_from_step = None
         self._last_step = record["step"]
         line = json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False)
         with self.path.open("ab") as file:
@@ -211,21 +212,22 @@ class TensorBoard:
         self._make = SummaryWriter
         self._folder, self._writer = str(folder), None
         self._last_step: int | None = None
-        self._first_anew: int | None = None  # of an attempt that has no writer yet
+        # From which step on curves of an earlier attempt are yet to be dropped.
+        self._drop_from_step: int | None = None
 
     def __call__(self, record: Record) -> None:
         """Add a point to each curve; what an earlier attempt drew beyond this step is dropped."""
         _check_record("TensorBoard", record)
         step = record["step"]
         if _begins_attempt(record, self._last_step):
-            self._first_anew = _earlier(self._first_anew, _first_step_anew(record))
+            self._drop_from_step = _earlier(self._drop_from_step, _first_step_anew(record))
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
         self._last_step = step
         if self._writer is None:
-            self._writer = self._make(self._folder, purge_step=self._first_anew, flush_secs=1)
-            self._first_anew = None
+            self._writer = self._make(self._folder, purge_step=self._drop_from_step, flush_secs=1)
+            self._drop_from_step = None
         for name, value in record.items():
             if name == "note":
                 self._writer.add_text(name, value, step)
